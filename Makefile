@@ -1,0 +1,50 @@
+# "make demo" and "make test" need nothing but a new Debian 12: they set up what is missing.
+SHELL := /bin/bash
+export PATH := /usr/bin:$(PATH)  # Debian's cmake and ctest, which setup installs, whatever else there is.
+JOBS ?= $(shell nproc)
+FUZZ_SECONDS ?= 30
+build = cmake --preset $(1) && cmake --build --preset $(1) --parallel $(JOBS)
+
+.PHONY: help demo test lint format asan tsan coverage fuzz setup setup-dev clean
+
+help: ## Lists the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+demo: setup ## Sets up, builds, runs the main job on the shipped capture: a table, and demo/report.html
+	$(call build,release)
+	scripts/demo.sh
+
+test: setup-dev ## Sets up, builds, runs all tests
+	$(call build,dev)
+	find build/dev -name '*.gcda' -delete # Counters of an older build would add up.
+	ctest --preset dev --parallel $(JOBS)
+
+coverage: test ## Tests, then line coverage of src (fails below 90 %); build/coverage/index.html
+	scripts/coverage.sh
+
+lint: setup-dev ## Formatters and linters, warnings as errors
+	scripts/lint.sh
+
+format: setup-dev ## Formats all sources
+	scripts/lint.sh fix
+
+asan: setup-dev ## Tests under the address, leak and undefined-behaviour sanitizers
+	$(call build,asan)
+	ctest --preset asan --parallel $(JOBS)
+
+tsan: setup-dev ## Tests under the thread sanitizer
+	$(call build,tsan)
+	ctest --preset tsan --parallel $(JOBS)
+
+fuzz: setup-dev ## Each fuzzer for FUZZ_SECONDS (30) from its corpus
+	$(call build,tidy)
+	scripts/fuzz.sh $(FUZZ_SECONDS)
+
+setup: ## Installs what building needs
+	scripts/setup.sh
+
+setup-dev: ## Installs what the tests and linters need as well
+	scripts/setup.sh dev
+
+clean: ## Removes what building and the demo made; keeps .venv
+	rm -rf build demo
