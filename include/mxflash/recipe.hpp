@@ -24,7 +24,19 @@ namespace mxflash {
 enum class Encoding : std::uint8_t { f32, bf16, e4m3, e5m2, e2m3, e3m2, e2m1, nvfp4 };
 
 /// The element format of a quantized encoding; none for f32 and bf16.
-std::optional<Format> element_format(Encoding encoding);
+constexpr std::optional<Format> element_format(Encoding encoding) {
+  switch (encoding) {
+    case Encoding::f32:
+    case Encoding::bf16: return std::nullopt;
+    case Encoding::e4m3: return Format::e4m3;
+    case Encoding::e5m2: return Format::e5m2;
+    case Encoding::e2m3: return Format::e2m3;
+    case Encoding::e3m2: return Format::e3m2;
+    case Encoding::e2m1:
+    case Encoding::nvfp4: return Format::e2m1;
+  }
+  return std::nullopt;
+}
 
 /// The elements that share one scale: `rows` x `columns`, 0 standing for all of them. For q, k, v and dO a row is a
 /// token and a column a dim; for P and dS a row is a query and a column a key.

@@ -4,9 +4,11 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string_view>
 #include <vector>
 
+#include "mxflash/formats.hpp"
 #include "mxflash/status.hpp"
 
 namespace mxflash {
@@ -14,16 +16,43 @@ namespace mxflash {
 enum class DType : std::uint8_t { bf16, f16, f32, i32, i64, u8 };
 
 /// Bytes of one element.
-std::size_t size_of(DType dtype);
+constexpr std::size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::bf16:
+    case DType::f16: return 2;
+    case DType::f32:
+    case DType::i32: return 4;
+    case DType::i64: return 8;
+    case DType::u8: return 1;
+  }
+  return 0;
+}
 /// The safetensors name: "BF16", "F16", "F32", "I32", "I64", "U8".
 std::string_view name_of(DType dtype);
 /// Whether q, k, v and dO may have this type.
-bool is_floating(DType dtype);
+constexpr bool is_floating(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16 || dtype == DType::f32; }
 
 /// One BF16, FP16 or FP32 element widened to FP32 (exact); `bits` points at an element of any alignment.
-float load_element(const std::byte* bits, DType dtype);
+inline float load_element(const std::byte* bits, DType dtype) {
+  if (dtype == DType::f32) {
+    float value = 0;
+    std::memcpy(&value, bits, sizeof value);
+    return value;
+  }
+  std::uint16_t half = 0;
+  std::memcpy(&half, bits, sizeof half);
+  return dtype == DType::bf16 ? decode_bf16(half) : decode_f16(half);
+}
+
 /// Rounds to nearest even into BF16, FP16 or FP32; overflow gives Inf, as IEEE conversion does.
-void store_element(std::byte* bits, DType dtype, float value);
+inline void store_element(std::byte* bits, DType dtype, float value) {
+  if (dtype == DType::f32) {
+    std::memcpy(bits, &value, sizeof value);
+    return;
+  }
+  const std::uint16_t half = dtype == DType::bf16 ? encode_bf16(value) : encode_f16(value);
+  std::memcpy(bits, &half, sizeof half);
+}
 
 /// A [tokens, heads, dims] view. Strides are in elements and may be 0 or in any order; nothing needs to be aligned.
 struct TensorView {

@@ -182,6 +182,10 @@ class Writer {
   std::int64_t scale_row_;
 };
 
+/// Anything else has no meaning, and a size of 0 or below would never end.
+constexpr Block kBlocks[] = {Block::token(),     Block::tokens32(),  Block::dims16(),   Block::dims32(),
+                             Block::channel16(), Block::channel32(), Block::square32(), Block::tensor()};
+
 Status check(const TensorView& tensor, const Packing& packing, const QuantizeOptions& options) {
   const Operand& operand = options.operand;
   const std::int64_t tokens = options.side == Side::query ? packing.tokens_q() : packing.tokens_k();
@@ -192,6 +196,9 @@ Status check(const TensorView& tensor, const Packing& packing, const QuantizeOpt
     return invalid(fmt::format("hadamard: {} dims given, a power of two allowed", tensor.dims()));
   }
   if (!operand.quantized()) return {};
+  if (std::find(std::begin(kBlocks), std::end(kBlocks), operand.block) == std::end(kBlocks)) {
+    return invalid(fmt::format("block: {} given, one of the named blocks allowed", to_string(operand.block)));
+  }
   const bool sixteen = operand.block == Block::dims16() || operand.block == Block::channel16();
   if (sixteen != (operand.encoding == Encoding::nvfp4)) {
     return invalid(

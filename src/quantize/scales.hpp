@@ -2,11 +2,18 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 #include "mxflash/recipe.hpp"
 
 namespace mxflash {
+
+/// value 2^exponent, as std::ldexp and much faster: exact unless the result leaves double's normal range.
+inline double times_pow2(double value, int exponent) {
+  if (exponent < -1022 || exponent > 1023) return std::ldexp(value, exponent);
+  return value * std::bit_cast<double>(static_cast<std::uint64_t>(exponent + 1023) << 52);
+}
 
 /// nvfp4's adaptive second level: the smallest power of two that brings `maximum` within UE4M3 x E2M1 (448 x 6), kept
 /// within the exponents of a normal float. Precondition: finite, not negative.

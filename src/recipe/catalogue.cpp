@@ -81,12 +81,14 @@ Recipe nvfp4_logits() {
 
 Recipe fp4() {
   Recipe recipe;
-  const Operand p = e2m1(Block::dims32());
+  recipe.hadamard = Hadamard::at_128;
+  const Operand p = e2m1(Block::dims32(), ScaleRule::uos);
+  const Operand per_token = e2m1(Block::token(), ScaleRule::uos);
   recipe.s = {nvfp4(Block::dims16()), nvfp4(Block::dims16())};
-  recipe.o = {p, nvfp4(Block::channel16()), WeightPair{p, e2m1(Block::token())}};
+  recipe.o = {p, nvfp4(Block::channel16()), WeightPair{p, per_token}};
   recipe.dp = {nvfp4_gradient(Block::dims16()), nvfp4(Block::dims16())};
-  recipe.dv = {e2m1(Block::channel32()), nvfp4_gradient(Block::channel16()), std::nullopt};
-  recipe.dq = {nvfp4_gradient(Block::dims16()), e2m1(Block::token()), std::nullopt};
+  recipe.dv = {e2m1(Block::channel32(), ScaleRule::uos), nvfp4_gradient(Block::channel16()), std::nullopt};
+  recipe.dq = {nvfp4_gradient(Block::dims16()), per_token, std::nullopt};
   recipe.dk = {nvfp4_gradient(Block::channel16()), nvfp4(Block::channel16()), std::nullopt};
   return described(recipe, "fp4", "all products in 4 bits: NVFP4 tokens and dS, E2M1 P, stochastic gradients", kExact);
 }
@@ -119,8 +121,15 @@ Recipe along_contraction(Encoding encoding, ScaleRule rule, Rounding gradient) {
   return recipe;
 }
 
+/// Without the diagonal: V leaks into O, K into dQ.
+Recipe mxfp4_leaky() {
+  Recipe recipe = along_contraction(Encoding::e2m1, ScaleRule::uos, Rounding::stochastic);
+  recipe.hadamard = Hadamard::at_128;
+  return recipe;
+}
+
 Recipe mxfp4_diagonal() {
-  Recipe recipe = along_contraction(Encoding::e2m1, ScaleRule::ceil, Rounding::stochastic);
+  Recipe recipe = mxfp4_leaky();
   recipe.o.cut = recipe.dq.cut = WeightPair{kBf16, kBf16};
   return described(recipe, "mxfp4-diagonal",
                    "MXFP4 along every contraction, BF16 on the 32 x 32 tiles that the mask cuts, stochastic gradients",
@@ -158,7 +167,7 @@ std::vector<Recipe> make_catalogue() {
                along_contraction(Encoding::e4m3, ScaleRule::ceil, kNearest)),
       negative("mxfp8-32x32", "32 x 32 scales of the tokens", mxfp8_of(Block::square32())),
       negative("mxfp4-leaky", "mxfp4-diagonal without its unquantized diagonal: V leaks into O, K into dQ",
-               along_contraction(Encoding::e2m1, ScaleRule::ceil, Rounding::stochastic)),
+               mxfp4_leaky()),
       negative("naive-fp4", "MXFP4 normalized by the sum of the unquantized P, no backward", naive_fp4()),
   };
 }

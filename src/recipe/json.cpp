@@ -22,7 +22,7 @@ constexpr auto kTokenBlocks = [] {
 }();
 constexpr auto kPBlocks = [] {
   auto table = names::kBlocks;
-  std::reverse(table.begin(), table.end());
+  std::ranges::reverse(table);
   return table;
 }();
 
@@ -180,7 +180,7 @@ class Reader {
   void refuse_unknown() {
     if (!status_) return;
     for (const auto& item : json_.items()) {
-      if (known_.count(item.key()) != 0) continue;
+      if (known_.contains(item.key())) continue;
       std::string allowed;
       for (const auto& field : known_) allowed.append(allowed.empty() ? "" : ", ").append(field);
       const std::string inside = path_.empty() ? "the recipe" : path_;

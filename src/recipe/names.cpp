@@ -4,20 +4,6 @@
 
 namespace mxflash {
 
-std::optional<Format> element_format(Encoding encoding) {
-  switch (encoding) {
-    case Encoding::f32:
-    case Encoding::bf16: return std::nullopt;
-    case Encoding::e4m3: return Format::e4m3;
-    case Encoding::e5m2: return Format::e5m2;
-    case Encoding::e2m3: return Format::e2m3;
-    case Encoding::e3m2: return Format::e3m2;
-    case Encoding::e2m1:
-    case Encoding::nvfp4: return Format::e2m1;
-  }
-  return std::nullopt;
-}
-
 std::string to_string(Encoding encoding) { return std::string(names::word_of(names::kEncodings, encoding)); }
 
 std::string to_string(const Block& block) {

@@ -36,8 +36,7 @@ std::vector<Place> places_of(const Recipe& r) {
 }
 
 bool has_backward(const Recipe& recipe) {
-  const auto places = places_of(recipe);
-  return std::any_of(places.begin(), places.end(), [](const Place& place) {
+  return std::ranges::any_of(places_of(recipe), [](const Place& place) {
     return place.backward && (place.cut || place.operand->encoding != Encoding::f32);
   });
 }
@@ -104,10 +103,7 @@ Reach accumulation(DqAccumulation kind) {
 }
 
 /// The first of the furthest.
-Reach furthest(std::initializer_list<Reach> parts) {
-  return *std::max_element(parts.begin(), parts.end(),
-                           [](const Reach& a, const Reach& b) { return a.level < b.level; });
-}
+Reach furthest(std::initializer_list<Reach> parts) { return *std::ranges::max_element(parts, {}, &Reach::level); }
 
 Reaches derive(const Recipe& r) {
   const Reach forward =
@@ -132,7 +128,7 @@ Status refuse(std::string_view field, std::string_view given, std::string_view a
 std::string field_of(const Place& place, std::string_view field) { return fmt::format("{}.{}", place.path, field); }
 
 Status check_name(const Recipe& recipe) {
-  const bool fits = !recipe.name.empty() && std::all_of(recipe.name.begin(), recipe.name.end(), [](char c) {
+  const bool fits = !recipe.name.empty() && std::ranges::all_of(recipe.name, [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-';
   });
   if (fits) return {};
@@ -224,7 +220,7 @@ Status check_block(const Place& place, const Recipe& recipe) {
   if (!operand.quantized() || shares_codes(place, recipe)) return {};
   const bool nvfp4 = operand.encoding == Encoding::nvfp4;
   const auto allowed = allowed_blocks(place.role, nvfp4);
-  if (std::find(allowed.begin(), allowed.end(), operand.block) != allowed.end()) return {};
+  if (std::ranges::find(allowed, operand.block) != allowed.end()) return {};
   std::string words;
   for (const Block& block : allowed) words.append(words.empty() ? "" : ", ").append(block_word(block, place.role));
   if (place.role == Role::ds_over_queries && !nvfp4) words.append(", or the whole operand as dq.weights");

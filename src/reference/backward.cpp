@@ -5,6 +5,7 @@
 #include <numbers>
 #include <optional>
 
+#include "quantize/scales.hpp"
 #include "reference/forward.hpp"
 #include "reference/reference.hpp"
 #include "threading/parallel.hpp"
@@ -62,12 +63,13 @@ struct Scales {
 std::vector<double> score_gradients(const Strip& strip, const StripForward& forward, const BackwardRows& rows,
                                     double scale) {
   std::vector<double> ds = dot_products(strip, rows.dout_dp, rows.v_transposed, strip.document.k_length);
-  const std::int64_t dims = rows.dout_dp.dims;
   for (std::int64_t query = strip.query_begin; query < strip.query_end; ++query) {
-    const double* o = forward.o.data() + (query - strip.query_begin) * dims;
-    double delta = 0;
-    for (std::int64_t d = 0; d < dims; ++d) delta += rows.dout_dp.row(query)[d] * o[d];
+    // Not dO . O: where V has other codes in O than in dP, rows of dS would not add up to zero.
     const KeyRange range = strip.sees(query);
+    double delta = 0;
+    for (std::int64_t key = range.begin; key < range.end; ++key) {
+      delta += forward.p.normalized[strip.at(query, key)] * ds[strip.at(query, key)];
+    }
     for (std::int64_t key = range.begin; key < range.end; ++key) {
       const std::size_t at = strip.at(query, key);
       ds[at] = forward.p.normalized[at] * (ds[at] - delta) * scale;
@@ -130,7 +132,7 @@ class DqPrescale {
   static double largest(const Rows& rows, std::int64_t key) {
     double value = 0;
     for (std::int64_t d = 0; d < rows.dims; ++d) value = std::fmax(value, std::fabs(rows.row(key)[d]));
-    return std::ldexp(value, rows.exponent(key));
+    return times_pow2(value, rows.exponent(key));
   }
 
   const Recipe& recipe_;
@@ -160,12 +162,12 @@ std::vector<double> query_gradient(const Strip& strip, const Recipe& recipe, con
         sum[d] += tile[d];
         continue;
       }
-      const float part = decode_f16(encode_f16(static_cast<float>(std::ldexp(tile[d], *f16_exponent))));
+      const float part = decode_f16(encode_f16(static_cast<float>(times_pow2(tile[d], *f16_exponent))));
       sum[d] = decode_f16(encode_f16(static_cast<float>(sum[d]) + part));
     }
   }
   if (f16_exponent) {
-    for (double& value : sum) value = std::ldexp(value, -*f16_exponent);
+    for (double& value : sum) value = times_pow2(value, -*f16_exponent);
   }
   return sum;
 }

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <limits>
 
+#include "quantize/scales.hpp"
+
 namespace mxflash {
 namespace {
 
@@ -32,7 +34,7 @@ Rows folding_rows(const Quantized& operand, bool folds, const Document& document
     if (folds) rows.exponents[static_cast<std::size_t>(r)] = operand.exponents[token];
     const double factor = poisoned ? std::numeric_limits<double>::quiet_NaN()
                           : folds  ? 1.0
-                                   : std::ldexp(1.0, operand.exponents[token]);
+                                   : times_pow2(1.0, operand.exponents[token]);
     for (std::int64_t d = 0; d < rows.dims; ++d) rows.row(r)[d] = values[d] * factor;
   }
   return rows;

@@ -72,6 +72,7 @@ class ProbabilityRow {
     t_.assign(logits + (range_.begin - strip.key_begin), logits + (range_.end - strip.key_begin));
     folds_.resize(t_.size());
     cut_.resize(t_.size());
+    light_.resize(t_.size());
     weights_.resize(t_.size());
     plain_.resize(t_.size());
     counted_.resize(t_.size());
@@ -81,11 +82,10 @@ class ProbabilityRow {
     for (std::int64_t key = range_.begin; key < range_.end; ++key) {
       const bool cut = recipe_.o.cut.has_value() && strip_.cuts(query_, key);
       cut_[index(key)] = cut ? 1 : 0;
-      const int fold = cut ? v_cut.exponent(key) : v.exponent(key);
-      folds_[index(key)] = fold;
-      t_[index(key)] += fold;
-      largest_fold_ = std::max(largest_fold_, fold);
+      folds_[index(key)] = (cut ? v_cut : v).exponent(key);
+      t_[index(key)] += folds_[index(key)];
     }
+    mark_light(v, v_cut);
     double maximum = -std::numeric_limits<double>::infinity();
     for (const double t : t_) maximum = t > maximum ? t : maximum;  // a NaN is never greater
     reference_ = std::isinf(maximum) ? 0.0 : std::ceil(maximum);
@@ -115,6 +115,19 @@ class ProbabilityRow {
  private:
   [[nodiscard]] std::size_t index(std::int64_t key) const { return static_cast<std::size_t>(key - range_.begin); }
 
+  /// Among the keys whose V folds; the others' weights do not depend on the size of V.
+  void mark_light(const Rows& v, const Rows& v_cut) {
+    const auto folds = [&](std::int64_t key) { return !(cut_[index(key)] != 0 ? v_cut : v).exponents.empty(); };
+    int largest = -kE8m0Bias;
+    for (std::int64_t key = range_.begin; key < range_.end; ++key) {
+      if (folds(key)) largest = std::max(largest, folds_[index(key)]);
+    }
+    for (std::int64_t key = range_.begin; key < range_.end; ++key) {
+      const int fold = folds_[index(key)];
+      light_[index(key)] = folds(key) && (fold == -kE8m0Bias || fold + kLightFold <= largest) ? 1 : 0;
+    }
+  }
+
   /// Keys of one block of 32, so of one tile kind.
   void quantize_group(std::int64_t begin, std::int64_t end) {
     const Operand& weights = cut_[index(begin)] != 0 ? recipe_.o.cut->weights : recipe_.o.weights;
@@ -133,10 +146,10 @@ class ProbabilityRow {
       const float scaled = exponential(recipe_.exponential, t - scale, key);
       const double value =
           weights.quantized() ? requantized(weights, BlockScale{}, scaled, 0) : rounded(weights, scaled);
-      weights_[index(key)] = std::ldexp(value, static_cast<int>(scale - reference_));
-      const bool light = weights.quantized() && fold + kLightFold <= largest_fold_ &&
-                         value < smallest_normal(*element_format(weights.encoding));
-      counted_[index(key)] = light ? plain_[index(key)] : std::ldexp(weights_[index(key)], -fold);
+      weights_[index(key)] = times_pow2(value, static_cast<int>(scale - reference_));
+      const bool light =
+          light_[index(key)] != 0 && weights.quantized() && value < smallest_normal(*element_format(weights.encoding));
+      counted_[index(key)] = light ? plain_[index(key)] : times_pow2(weights_[index(key)], -fold);
     }
   }
 
@@ -149,10 +162,10 @@ class ProbabilityRow {
   std::int64_t query_;
   KeyRange range_;
   double reference_ = 0;
-  int largest_fold_ = -kE8m0Bias;
   std::vector<double> t_;
   std::vector<int> folds_;
   std::vector<std::uint8_t> cut_;
+  std::vector<std::uint8_t> light_;
   std::vector<double> weights_;
   std::vector<double> plain_;    ///< Without V's exponent.
   std::vector<double> counted_;  ///< Without V's exponent.
@@ -217,12 +230,12 @@ class BlockQuantizer {
     const std::uint32_t random = operand.rounding == Rounding::stochastic
                                      ? element_random(random_.seed, random_.stream, random_.head, query, key)
                                      : 0;
-    weight = std::ldexp(requantized(operand, scale, narrowed(operand, query, key), random),
+    weight = times_pow2(requantized(operand, scale, narrowed(operand, query, key), random),
                         second_level(operand, query, key));
   }
 
   [[nodiscard]] float narrowed(const Operand& operand, std::int64_t query, std::int64_t key) const {
-    return static_cast<float>(std::ldexp((*weights_)[strip_.at(query, key)], -second_level(operand, query, key)));
+    return static_cast<float>(times_pow2((*weights_)[strip_.at(query, key)], -second_level(operand, query, key)));
   }
 
   [[nodiscard]] int second_level(const Operand& operand, std::int64_t query, std::int64_t key) const {
@@ -268,7 +281,7 @@ class SharedCodes {
     const TokenProduct product{operand, {}, std::nullopt};
     scale_exponents(ds);
     BlockQuantizer(strip, product, random).run(decoded_);
-    for (std::size_t i = 0; i < decoded_.size(); ++i) decoded_[i] = std::ldexp(decoded_[i], -exponents_[i]);
+    for (std::size_t i = 0; i < decoded_.size(); ++i) decoded_[i] = times_pow2(decoded_[i], -exponents_[i]);
   }
 
   /// Each query's code times 2^(k's exponent), relative to the largest in the block of 32 keys: among all of the
@@ -362,8 +375,8 @@ class SharedCodes {
     if (std::isnan(decoded_[at])) return decoded_[at];
     const int shift = std::min(exponent - top, 0);
     const Format format = *element_format(operand_.encoding);
-    const float code = decode(format, encode(format, static_cast<float>(std::ldexp(decoded_[at], shift))));
-    return std::ldexp(static_cast<double>(code), top + exponents_[at] - applied);
+    const float code = decode(format, encode(format, static_cast<float>(times_pow2(decoded_[at], shift))));
+    return times_pow2(static_cast<double>(code), top + exponents_[at] - applied);
   }
 
   const Strip& strip_;
@@ -382,7 +395,7 @@ void fold_keys(const Strip& strip, const TokenProduct& product, const Rows& k, c
       const KeyRange range = strip.sees_within(query, block, block + kBlock);
       for (std::int64_t key = range.begin; key < range.end; ++key) {
         double& weight = weights[strip.at(query, key)];
-        weight = std::ldexp(weight, rows.exponent(key));
+        weight = times_pow2(weight, rows.exponent(key));
       }
     }
   }
@@ -394,7 +407,7 @@ void fold_queries(const Strip& strip, const Rows& rows, int base, std::vector<do
     const KeyRange range = strip.sees(query);
     for (std::int64_t key = range.begin; key < range.end; ++key) {
       double& weight = weights[strip.at(query, key)];
-      weight = std::ldexp(weight, rows.exponent(query) - base);
+      weight = times_pow2(weight, rows.exponent(query) - base);
     }
   }
 }
@@ -477,7 +490,7 @@ std::vector<double> quantize_for_dv(const Strip& strip, const TokenProduct& prod
   const WeightRandom nearest;
   BlockQuantizer(strip, product, nearest).run(weights);
   if (!dout.exponents.empty()) {
-    for (double& weight : weights) weight = std::ldexp(weight, base);
+    for (double& weight : weights) weight = times_pow2(weight, base);
   }
   return weights;
 }

@@ -3,23 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <cstring>
-
-#include "mxflash/formats.hpp"
-
 namespace mxflash {
-
-std::size_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::bf16:
-    case DType::f16: return 2;
-    case DType::f32:
-    case DType::i32: return 4;
-    case DType::i64: return 8;
-    case DType::u8: return 1;
-  }
-  return 0;
-}
 
 std::string_view name_of(DType dtype) {
   switch (dtype) {
@@ -31,28 +15,6 @@ std::string_view name_of(DType dtype) {
     case DType::u8: return "U8";
   }
   return "";
-}
-
-bool is_floating(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16 || dtype == DType::f32; }
-
-float load_element(const std::byte* bits, DType dtype) {
-  if (dtype == DType::f32) {
-    float value = 0;
-    std::memcpy(&value, bits, sizeof value);
-    return value;
-  }
-  std::uint16_t half = 0;
-  std::memcpy(&half, bits, sizeof half);
-  return dtype == DType::bf16 ? decode_bf16(half) : decode_f16(half);
-}
-
-void store_element(std::byte* bits, DType dtype, float value) {
-  if (dtype == DType::f32) {
-    std::memcpy(bits, &value, sizeof value);
-    return;
-  }
-  const std::uint16_t half = dtype == DType::bf16 ? encode_bf16(value) : encode_f16(value);
-  std::memcpy(bits, &half, sizeof half);
 }
 
 Tensor Tensor::zeros(DType dtype, std::vector<std::int64_t> shape) {

@@ -56,11 +56,11 @@ class Compare(command_line.CommandLineTest):
 
     def test_nan_and_inf(self):
         nan, inf = math.nan, math.inf
-        self.assertTrue(self.entry(Tensor("F32", [3], [nan, inf, 1]), Tensor("F32", [3], [nan, inf, 1]), code=0)["equal"])
+        self.assertTrue(
+            self.entry(Tensor("F32", [3], [nan, inf, 1]), Tensor("F32", [3], [nan, inf, 1]), code=0)["equal"]
+        )
         for a, b in [([1.0, nan, nan], [1.0, 2.0, 3.0]), ([1.0, 2.0, 3.0], [1.0, inf, 3.0]), ([1, -inf], [1, inf])]:
-            entry = self.entry(
-                Tensor("F32", [len(a)], a), Tensor("F32", [len(b)], b), "--tolerance", "1e30", code=1
-            )
+            entry = self.entry(Tensor("F32", [len(a)], a), Tensor("F32", [len(b)], b), "--tolerance", "1e30", code=1)
             self.assertIsNone(entry["cosine"])
             self.assertIsNone(entry["max_abs"])
             self.assertEqual(entry["worst"]["index"], [1])

@@ -1,6 +1,7 @@
 """Bad input to the verbs that read a capture: one line that names it, exit code 2 or 3, nothing written."""
 
 import os
+import pathlib
 import struct
 import unittest
 
@@ -21,7 +22,7 @@ class Refusals(command_line.CommandLineTest):
         self.both(self.path("none.safetensors"), ["none.safetensors"])
 
     def test_directory_as_file(self):
-        os.mkdir(self.path("folder"))
+        (self.folder / "folder").mkdir()
         self.both(self.path("folder"), ["folder"])
 
     def test_truncated_file(self):
@@ -76,17 +77,17 @@ class Refusals(command_line.CommandLineTest):
         self.changed(["do"], do=normal("BF16", [48, 1, 32], 4))
         self.changed(["do"], do=normal("BF16", [47, 2, 32], 4))
 
-    def test_head_dims_out_of_range_C10(self):
+    def test_c10_head_dims_out_of_range(self):
         for head_dim in [4, 12, 264]:
             with self.subTest(head_dim=head_dim):
                 self.both(self.write(capture(tokens=4, head_dim=head_dim)), [str(head_dim), "8", "256"])
 
-    def test_heads_that_do_not_divide_C11(self):
+    def test_c11_heads_that_do_not_divide(self):
         for heads, kv_heads in [(33, 2), (3, 2), (2, 4), (0, 0), (2, 0), (0, 2)]:
             with self.subTest(heads=heads, kv_heads=kv_heads):
                 self.both(self.write(capture(tokens=4, heads=heads, kv_heads=kv_heads)), [str(heads), "head"])
 
-    def test_offsets_C12(self):
+    def test_c12_offsets(self):
         cases = {
             "starts above 0": ([1, 48], ["cu_seqlens"]),
             "decreases": ([0, 30, 20, 48], ["cu_seqlens"]),
@@ -116,7 +117,9 @@ class Refusals(command_line.CommandLineTest):
     def test_metadata(self):
         for text in ["", "x", "0.1x", " 0.1", "nan", "inf", "1e99", "0,1"]:
             with self.subTest(scale=text):
-                self.both(self.write(capture(), metadata={"softmax_scale": text}), ["softmax_scale", "given", "allowed"])
+                self.both(
+                    self.write(capture(), metadata={"softmax_scale": text}), ["softmax_scale", "given", "allowed"]
+                )
         for text in ["", "True", "1", "yes"]:
             with self.subTest(causal=text):
                 self.both(self.write(capture(), metadata={"causal": text}), ["causal", "true or false"])
@@ -133,7 +136,7 @@ class Refusals(command_line.CommandLineTest):
 
     def test_numbers(self):
         source = self.write(capture())
-        for text in ["-1", "4097", "x", "", "1.5", "1e3", "0x10", "99999999999999999999"]:
+        for text in ["-1", "4097", "x", "1.5", "1e3", "0x10", "99999999999999999999"]:
             with self.subTest(threads=text):
                 self.refuse("run", source, f"--threads={text}", words=["--threads", "given", "0", "4096"])
         for text in ["-1", "18446744073709551616", "x", "1.5"]:
@@ -145,7 +148,7 @@ class Refusals(command_line.CommandLineTest):
 
     def test_unwritable_outputs(self):
         source = self.write(capture())
-        os.mkdir(self.path("folder"))
+        (self.folder / "folder").mkdir()
         for option in ["--out", "--json"]:
             for path in [self.path("none/out"), self.path("folder"), self.path("in.safetensors/out")]:
                 with self.subTest(option=option, path=path):
@@ -157,13 +160,13 @@ class Refusals(command_line.CommandLineTest):
     @unittest.skipIf(os.geteuid() == 0, "every directory is writable for root")
     def test_directory_without_permission(self):
         source = self.write(capture())
-        os.mkdir(self.path("closed"), 0o500)
+        (self.folder / "closed").mkdir(0o500)
         self.refuse("run", source, "--out", self.path("closed/out"), words=["--out", "writable"])
 
     def test_outputs_that_are_inputs(self):
         source = self.write(capture())
-        os.link(source, self.path("link"))
-        os.symlink(source, self.path("symlink"))
+        (self.folder / "link").hardlink_to(source)
+        (self.folder / "symlink").symlink_to(source)
         for path in [source, "in.safetensors", "./in.safetensors", self.path("link"), self.path("symlink")]:
             with self.subTest(path=path):
                 self.refuse("run", source, "--out", path, words=["--out", "input"])
@@ -173,7 +176,7 @@ class Refusals(command_line.CommandLineTest):
 
     def test_full_standard_output(self):
         source = self.write(capture())
-        with open("/dev/full", "w") as full_device:
+        with pathlib.Path("/dev/full").open("w") as full_device:
             done = command_line.subprocess.run(
                 [command_line.PROGRAM, "run", source], stdout=full_device, stderr=-1, text=True, check=False
             )

@@ -34,7 +34,7 @@ class Masks(command_line.CommandLineTest):
                 counts.append(sum(-left <= key - aligned <= right for key in range(key_length)))
         return counts
 
-    def test_alignment_is_bottom_right_C7(self):
+    def test_c7_alignment_is_bottom_right(self):
         source = self.file([2, 5, 3], [5, 2, 3])
         self.assertEqual(self.counts(source), [4, 5, 0, 0, 0, 1, 2, 1, 2, 3])
         self.assertEqual(self.counts(source, "--full"), [5, 5, 2, 2, 2, 2, 2, 3, 3, 3])
@@ -46,7 +46,7 @@ class Masks(command_line.CommandLineTest):
         self.assertFalse(self.results("run", source)["problem"]["causal"])
         self.assertEqual(self.counts(self.file([3], [3], {"causal": "true"}), "--full"), [3, 3, 3])
 
-    def test_windows_C8(self):
+    def test_c8_windows(self):
         queries, keys = [40, 3, 7], [40, 6, 2]
         source = self.file(queries, keys)
         windows = {"0,0": (0, 0), "39,0": (39, 0), "5,2": (5, 2), "inf,3": (UNBOUNDED, 3), "4,inf": (4, UNBOUNDED)}
@@ -68,7 +68,18 @@ class Masks(command_line.CommandLineTest):
 
     def test_refused_windows(self):
         source = self.file([3], [3])
-        for text in ["3", "3,", ",3", "1,2,3", "a,1", "1.5,1", "1,nan", "99999999999999999999,0", "-2147483649,0", " 1,1"]:
+        for text in [
+            "3",
+            "3,",
+            ",3",
+            "1,2,3",
+            "a,1",
+            "1.5,1",
+            "1,nan",
+            "99999999999999999999,0",
+            "-2147483649,0",
+            " 1,1",
+        ]:
             with self.subTest(window=text):
                 self.refuse("run", source, "--window", text, words=["--window", "given", "allowed"])
 

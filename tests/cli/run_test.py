@@ -126,7 +126,9 @@ class Run(command_line.CommandLineTest):
         source = self.write(capture(heads=4, kv_heads=2, cu=[0, 5, 48]))
         for recipe in ["mxfp8", "fp4"]:
             self.succeed("run", source, "--recipe", recipe, "--threads", "1", "--out", self.path("1"))
-            self.succeed("run", source, "--recipe", recipe, "--threads", "5", "--deterministic", "--out", self.path("5"))
+            self.succeed(
+                "run", source, "--recipe", recipe, "--threads", "5", "--deterministic", "--out", self.path("5")
+            )
             self.succeed("compare", self.path("1"), self.path("5"))
 
     def test_seed_decides_stochastic_rounding(self):
@@ -163,7 +165,7 @@ class Run(command_line.CommandLineTest):
         for token in range(48):
             self.assertAlmostEqual(lse[[token, 0]], math.log(token + 1), places=5)
 
-    def test_grouped_heads_C11(self):
+    def test_c11_grouped_heads(self):
         # A constant V per key/value head shows which head each query head reads.
         tensors = capture(tokens=16, heads=4, kv_heads=2)
         tensors["v"].values = [float(1 + i // 32 % 2) for i in range(16 * 2 * 32)]
@@ -182,7 +184,7 @@ class Run(command_line.CommandLineTest):
         self.assertEqual(result["problem"]["value_dim"], 40)
         self.assertEqual(read_safetensors(self.path("out"))[0]["dv"].shape, [48, 1, 40])
 
-    def test_documents_do_not_depend_on_their_neighbours_C3(self):
+    def test_c3_documents_do_not_depend_on_their_neighbours(self):
         tensors = capture(tokens=70, cu=[0, 33, 70])
         self.succeed("run", self.write(tensors, "both"), "--out", self.path("both.out"))
         both = read_safetensors(self.path("both.out"))[0]
@@ -195,7 +197,7 @@ class Run(command_line.CommandLineTest):
             row = math.prod(tensor.shape[1:])
             self.assertEqual(both[name].values[33 * row :], tensor.values, name)
 
-    def test_queries_without_keys_and_keys_without_queries_C5(self):
+    def test_c5_queries_without_keys_and_keys_without_queries(self):
         tensors = {
             "q": normal("BF16", [30, 1, 32], 1),
             "k": normal("BF16", [30, 1, 32], 2),

@@ -25,39 +25,89 @@ def problem():
 
 
 def run_result(recipe, error=1e-3, source="some/capture.safetensors"):
-    accuracy = {"cosine": 1 - error, "relative_l2": math.sqrt(2 * error), "max_abs": 0.01, "worst": {"index": [1, 2, 3]}}
+    accuracy = {
+        "cosine": 1 - error,
+        "relative_l2": math.sqrt(2 * error),
+        "max_abs": 0.01,
+        "worst": {"index": [1, 2, 3]},
+    }
     return {
-        "version": "0.1.0", "input": source, "recipe": recipe, "engine": {"name": "reference"}, "problem": problem(),
+        "version": "0.1.0",
+        "input": source,
+        "recipe": recipe,
+        "engine": {"name": "reference"},
+        "problem": problem(),
         "time_ms": {"quantize": 1.5, "forward": 20.0, "backward": 41.0},
         "accuracy": {name: dict(accuracy) for name in ("o", "dq", "dk", "dv")},
-        "row_sum": {"effective_mean": 0.98, "effective_min": 0.91}, "flushed": {"p": 0.125, "ds": 0.03},
+        "row_sum": {"effective_mean": 0.98, "effective_min": 0.91},
+        "flushed": {"p": 0.125, "ds": 0.03},
         "octaves": {"p": [[-9, 100, 50], [-8, 200, 0], [0, 100, 0]], "ds": [[-30, 97, 0], [-31, 3, 3]]},
     }
 
 
 def audited(name, leaks, holds=True):
-    example = {"kind": "forward", "document": 1, "head": 2, "position": 3, "perturbed": 70, "tensor": "v", "output": "o",
-               "perturbation": "raise", "change": 0.25}
+    example = {
+        "kind": "forward",
+        "document": 1,
+        "head": 2,
+        "position": 3,
+        "perturbed": 70,
+        "tensor": "v",
+        "output": "o",
+        "perturbation": "raise",
+        "change": 0.25,
+    }
     quiet = {"leaks": 0, "probes": 64, "max_relative_change": 0.0, "reach_tokens": 0, "worst": None}
     loud = {"leaks": leaks, "probes": 64, "max_relative_change": 0.25, "reach_tokens": 67, "worst": example}
     return {
-        "name": name, "claims": {"forward": "exact", "backward": "block"}, "has_backward": True,
-        "forward": loud if leaks else quiet, "backward": quiet, "documents": quiet, "row_sum_error": 0.0, "holds": holds,
-        "verdict": f"verdict of {name}", "examples": [example] if leaks else [],
+        "name": name,
+        "claims": {"forward": "exact", "backward": "block"},
+        "has_backward": True,
+        "forward": loud if leaks else quiet,
+        "backward": quiet,
+        "documents": quiet,
+        "row_sum_error": 0.0,
+        "holds": holds,
+        "verdict": f"verdict of {name}",
+        "examples": [example] if leaks else [],
     }
 
 
 def audit_result(*recipes):
-    return {"version": "0.1.0", "input": "some/capture.safetensors", "engine": {"name": "reference"}, "problem": problem(),
-            "recipes": list(recipes), "skipped": [{"name": "odd-one", "reason": "head_dim: 96 given"}]}
+    return {
+        "version": "0.1.0",
+        "input": "some/capture.safetensors",
+        "engine": {"name": "reference"},
+        "problem": problem(),
+        "recipes": list(recipes),
+        "skipped": [{"name": "odd-one", "reason": "head_dim: 96 given"}],
+    }
 
 
 def bench_result(recipe):
-    samples = {"median_ms": 123.4, "min_ms": 120.0, "max_ms": 130.0, "gflops_per_second": 7.5, "samples_ms": [120.0, 130.0]}
-    return {"version": "0.1.0", "machine": {"cpu": "a processor", "clock_mhz": "2000", "cores": 2, "compiler": "12"},
-            "method": {"warmup": 1, "repeats": 3, "threads": 2},
-            "benchmarks": [{"workload": "uniform", "recipe": recipe, "engine": {"name": "reference"}, "problem": problem(),
-                            "check": {"right": True}, "forward": samples, "backward": None}]}
+    samples = {
+        "median_ms": 123.4,
+        "min_ms": 120.0,
+        "max_ms": 130.0,
+        "gflops_per_second": 7.5,
+        "samples_ms": [120.0, 130.0],
+    }
+    return {
+        "version": "0.1.0",
+        "machine": {"cpu": "a processor", "clock_mhz": "2000", "cores": 2, "compiler": "12"},
+        "method": {"warmup": 1, "repeats": 3, "threads": 2},
+        "benchmarks": [
+            {
+                "workload": "uniform",
+                "recipe": recipe,
+                "engine": {"name": "reference"},
+                "problem": problem(),
+                "check": {"right": True},
+                "forward": samples,
+                "backward": None,
+            }
+        ],
+    }
 
 
 class Page(html.parser.HTMLParser):
@@ -151,7 +201,7 @@ class WholePage(ReportTest):
         self.assertNotIn("link", page.tags)
         self.assertNotIn("base", page.tags)
         self.assertIn("default-src 'none'", self.text)
-        style = self.text[self.text.index("<style>"):self.text.index("</style>")]
+        style = self.text[self.text.index("<style>") : self.text.index("</style>")]
         self.assertNotRegex(style, r"url\(|@import")
 
     def test_has_each_section_and_links_to_it(self):
@@ -164,7 +214,9 @@ class WholePage(ReportTest):
     def test_every_place_that_the_script_fills_is_there(self):
         page = Page(self.text)
         script = page.scripts[-1][1]
-        used = re.findall(r'(?:byId|drawTable|drawPlot|sayEmpty|drawPicker|drawOctaves)\("([a-z-]+)"', script)
+        used = re.findall(
+            r"""(?:byId|drawTable|drawPlot|sayEmpty|drawPicker|drawOctaves)\(['\"]([a-z-]+)['\"]""", script
+        )
         self.assertGreater(len(used), 10)
         self.assertEqual(set(used) - set(page.ids), set())
 
@@ -186,9 +238,11 @@ class Contents(ReportTest):
         data = self.data(self.report(*runs, audit_result(*(audited(name, 0) for name in names))))
         self.assertEqual([run["recipe"] for run in data["runs"]], names)
         self.assertEqual([recipe["name"] for recipe in data["audits"][0]["recipes"]], names)
-        for given, shown in zip(runs, data["runs"]):
+        for given, shown in zip(runs, data["runs"], strict=True):
             for output in ("o", "dq", "dk", "dv"):
-                self.assertEqual(shown["accuracy"][output]["cosine"], given["accuracy"][output]["cosine"], (given["recipe"], output))
+                self.assertEqual(
+                    shown["accuracy"][output]["cosine"], given["accuracy"][output]["cosine"], (given["recipe"], output)
+                )
             for field in ("row_sum", "flushed", "octaves"):
                 self.assertEqual(shown[field], given[field], given["recipe"])
 
@@ -240,7 +294,7 @@ class ScaleRules(ReportTest):
         super().setUp()
         self.rules = self.data(self.report(run_result("mxfp8")))["scale_rules"]
 
-    def test_C18_largest_element_has_the_error_of_its_rule(self):
+    def test_c18_largest_element_has_the_error_of_its_rule(self):
         worst = (0.0, "")
         for i, maximum in enumerate(self.rules["maxima"]):
             exponents = {"floor": 0, "ceil": 0 if maximum <= 6 else 1, "uos": 0 if maximum <= 7.25 else 1}
@@ -267,14 +321,19 @@ class ScaleRules(ReportTest):
         maxima = self.rules["maxima"]
         self.assertEqual((maxima[0], self.rules["threshold"]), (4, 7.25))
         self.assertLess(maxima[-1], 8)
-        self.assertLessEqual(max(b - a for a, b in zip(maxima, maxima[1:] + [8])), 1 / 32)
+        self.assertLessEqual(max(b - a for a, b in zip(maxima, [*maxima[1:], 8], strict=True)), 1 / 32)
 
 
 class Refusals(ReportTest):
     def test_files_that_are_no_result(self):
         wrong = {
-            "empty.json": "", "text.json": "no json", "truncated.json": json.dumps(run_result("mxfp8"))[:-20],
-            "number.json": "7", "list.json": "[]", "object.json": "{}", "other.json": '{"version": "1", "engines": []}',
+            "empty.json": "",
+            "text.json": "no json",
+            "truncated.json": json.dumps(run_result("mxfp8"))[:-20],
+            "number.json": "7",
+            "list.json": "[]",
+            "object.json": "{}",
+            "other.json": '{"version": "1", "engines": []}',
             "overflow.json": '{"version": "1", "recipe": 1e999}',
         }
         for name, content in wrong.items():
@@ -298,10 +357,12 @@ class Refusals(ReportTest):
             "problem.tokens": changed(run_result("a"), lambda r: r["problem"].pop("tokens")),
             "recipe": changed(run_result("a"), lambda r: r.update(recipe=["a"])),
             "recipes[0].holds": changed(audit_result(audited("a", 1)), lambda r: r["recipes"][0].update(holds="yes")),
-            "recipes[0].examples[0].position":
-                changed(audit_result(audited("a", 1)), lambda r: r["recipes"][0]["examples"][0].update(position={})),
-            "benchmarks[0].forward.median_ms":
-                changed(bench_result("a"), lambda r: r["benchmarks"][0]["forward"].update(median_ms=[])),
+            "recipes[0].examples[0].position": changed(
+                audit_result(audited("a", 1)), lambda r: r["recipes"][0]["examples"][0].update(position={})
+            ),
+            "benchmarks[0].forward.median_ms": changed(
+                bench_result("a"), lambda r: r["benchmarks"][0]["forward"].update(median_ms=[])
+            ),
         }
         for where, result in wrong.items():
             with self.subTest(where=where):
@@ -349,26 +410,56 @@ BROWSER = shutil.which("chromium")
 class InBrowser(ReportTest):
     def drawn(self, *results):
         self.report(*results)
-        command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={self.folder / 'profile'}",
-                   "--virtual-time-budget=10000", "--dump-dom", self.out.as_uri()]
+        command = [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={self.folder / 'profile'}",
+            "--virtual-time-budget=10000",
+            "--dump-dom",
+            self.out.as_uri(),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         self.assertEqual(done.returncode, 0, done.stderr)
         # Without the scripts: only what a reader sees.
         return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
 
     def test_draws_every_plot_and_table(self):
-        page = self.drawn(run_result("mxfp8"), run_result("mxfp8"), audit_result(audited("mxfp8", 5), audited("quiet-one", 0), audited("bad-one", 2, holds=False)),
-                          bench_result("bf16"))
+        page = self.drawn(
+            run_result("mxfp8"),
+            run_result("mxfp8"),
+            audit_result(audited("mxfp8", 5), audited("quiet-one", 0), audited("bad-one", 2, holds=False)),
+            bench_result("bf16"),
+        )
         self.assertIn('data-drawn="yes"', page)
         self.assertNotIn("could not be drawn", page)
-        for words in ["0.999000", "12.5 %", "✓ holds", "✗ broken", "verdict of mxfp8", "5 of 64", "67 tokens back", "Exact, nothing moved", "quiet-one",
-                      "odd-one", "a processor", "✓ right", "mxfp8 (result0.json)", "mxfp8 (result1.json)"]:
+        for words in [
+            "0.999000",
+            "12.5 %",
+            "✓ holds",
+            "✗ broken",
+            "verdict of mxfp8",
+            "5 of 64",
+            "67 tokens back",
+            "Exact, nothing moved",
+            "quiet-one",
+            "odd-one",
+            "a processor",
+            "✓ right",
+            "mxfp8 (result0.json)",
+            "mxfp8 (result1.json)",
+        ]:
             self.assertIn(words, page)
         # Accuracy, two leaking panels, row sums, P and dS, three of scale rules.
         self.assertEqual(len(re.findall(r'class="plot js-plotly-plot"', page)), 9)
 
     def test_draws_without_some_kinds(self):
-        for name, results in {"audit": [audit_result(audited("a", 1))], "bench": [bench_result("a")], "none": [audit_result()]}.items():
+        for name, results in {
+            "audit": [audit_result(audited("a", 1))],
+            "bench": [bench_result("a")],
+            "none": [audit_result()],
+        }.items():
             with self.subTest(only=name):
                 page = self.drawn(*results)
                 self.assertIn('data-drawn="yes"', page)
@@ -380,8 +471,10 @@ class InBrowser(ReportTest):
         run["accuracy"]["dq"]["cosine"] = None
         run["octaves"]["p"] = [[-1e300, 1, 1], [1e300, 5, 0], [None, None, None]]
         audit = audit_result(audited(HOSTILE, 3))
-        audit["recipes"][0]["examples"] += [dict(audit["recipes"][0]["examples"][0], position=-5, perturbed=1e300, tensor=HOSTILE),
-                                            dict(audit["recipes"][0]["examples"][0], change=None)]
+        audit["recipes"][0]["examples"] += [
+            dict(audit["recipes"][0]["examples"][0], position=-5, perturbed=1e300, tensor=HOSTILE),
+            dict(audit["recipes"][0]["examples"][0], change=None),
+        ]
         page = self.drawn(run, audit)
         self.assertIn('data-drawn="yes"', page)
         self.assertNotIn("could not be drawn", page)

@@ -14,10 +14,10 @@ class Usage(command_line.CommandLineTest):
             options = [line for line in lines if line.startswith("  -")]
             self.assertGreater(len(options), 0, verb)
             for line in options:
-                name = line.split()[0]
-                # An explanation follows on the same line, or on the next where the option is long.
-                rest = line[30:].strip() or lines[lines.index(line) + 1].strip()
-                self.assertGreater(len(rest.split()), 1, f"{verb} {name} is not explained")
+                # Name, type, explanation; this last on the next line where the first two are long.
+                following = lines[lines.index(line) + 1]
+                words = line.split() + (following.split() if following.startswith(" " * 20) else [])
+                self.assertGreater(len(words), 3, f"{verb} {words[0]} is not explained")
 
     def test_version(self):
         self.assertRegex(self.succeed("--version").stdout, r"^mxflash \d+\.\d+\.\d+\n$")

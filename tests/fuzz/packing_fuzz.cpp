@@ -75,7 +75,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   constexpr std::int64_t kMostTokens = 160;  // A proof walks every pair.
   Bytes bytes({data, size});
   const mxflash::Mask mask{take_bound(bytes), take_bound(bytes)};
-  const mxflash::TileShape shape{32 * (1 + bytes.take<std::uint8_t>() % 4), 32 * (1 + bytes.take<std::uint8_t>() % 4)};
+  const std::int64_t query_blocks = 1 + bytes.take<std::uint8_t>() % 4;
+  const std::int64_t key_blocks = 1 + bytes.take<std::uint8_t>() % 4;
+  const mxflash::TileShape shape{mxflash::kBlock * query_blocks, mxflash::kBlock * key_blocks};
   const std::size_t entries = bytes.take<std::uint8_t>() % 12;
   const std::vector<std::int32_t> q = take_offsets(bytes, entries);
   const std::vector<std::int32_t> k = take_offsets(bytes, entries + (bytes.take<std::uint8_t>() == 7 ? 1 : 0));

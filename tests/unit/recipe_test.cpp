@@ -860,8 +860,9 @@ std::string short_form(const TokenProduct& product, bool of_p) {
 
 /// The recipe's row of the table in docs/recipes.md.
 std::string table_row(const Recipe& r) {
-  std::string row = "| `" + r.name + "` | " + to_string(r.purpose) + " | " + std::to_string(r.beta) + " | " +
-                    short_form(r.s.left, r.s.right, false) + " | " + short_form(r.o, true) + " | ";
+  const std::string hadamard = Json::parse(to_json(r))["hadamard"];
+  std::string row = "| `" + r.name + "` | " + to_string(r.purpose) + " | " + hadamard + " | " + std::to_string(r.beta) +
+                    " | " + short_form(r.s.left, r.s.right, false) + " | " + short_form(r.o, true) + " | ";
   if (validate_backward(r).ok()) {
     row += short_form(r.dp.left, r.dp.right, false) + " | " + short_form(r.dv, true) + " | " + short_form(r.dq, false) +
            " | " + short_form(r.dk, false);

@@ -36,7 +36,7 @@ std::vector<std::int64_t> place_of(std::int64_t index, const std::vector<std::in
 double cosine_of(double dot, double got_squares, double want_squares) {
   if (got_squares == 0 && want_squares == 0) return 1;
   if (got_squares == 0 || want_squares == 0) return 0;
-  return dot / (std::sqrt(got_squares) * std::sqrt(want_squares));
+  return dot / std::sqrt(got_squares * want_squares);
 }
 
 double relative_l2_of(double error_squares, double want_squares) {

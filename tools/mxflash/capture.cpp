@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "arguments.hpp"
+#include "engines/arguments.hpp"
 
 namespace mxflash::tool {
 
@@ -98,7 +99,13 @@ Result<Capture> load_capture(const std::string& path, const MaskArguments& mask)
   const bool keep_causal = *causal && !mask.full;
   const Result<Mask> band = make_mask(keep_causal, mask.window);
   if (!band) return band.error();
-  return Capture{std::move(*file), {*packing, *band, *scale}, {*q, *k, *v, dout}, keep_causal};
+  const Problem problem{*packing, *band, *scale};
+  const Inputs inputs{*q, *k, *v, dout};
+  // Also where a recipe without a backward would never look at do.
+  const Status status =
+      dout ? check_backward_arguments(problem, inputs, Options{}) : check_arguments(problem, inputs, Options{});
+  if (!status) return status.error();
+  return Capture{*std::move(file), problem, inputs, keep_causal};
 }
 
 nlohmann::ordered_json problem_json(const Capture& capture) {

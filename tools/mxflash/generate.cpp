@@ -59,11 +59,12 @@ struct Shape {
 Result<Lengths> parse_run(std::string_view argument, const std::string& text) {
   const std::size_t cross = text.find('x');
   const Result<std::int64_t> length = parse_integer(argument, text.substr(0, cross), {0, kMostTokens});
-  if (!length) return length.error();
-  if (cross == std::string::npos) return Lengths{*length, 1};
-  const Result<std::int64_t> count = parse_integer(argument, text.substr(cross + 1), {0, kMostTokens});
-  if (!count) return count.error();
-  return Lengths{*length, *count};
+  const Result<std::int64_t> count = cross == std::string::npos
+                                         ? Result<std::int64_t>(std::int64_t{1})
+                                         : parse_integer(argument, text.substr(cross + 1), {0, kMostTokens});
+  if (length && count) return Lengths{*length, *count};
+  return invalid(fmt::format("{}: '{}' given, LENGTH or LENGTHxCOUNT of integers from 0 to {} allowed", argument, text,
+                             kMostTokens));
 }
 
 Result<Side> parse_lengths(std::string_view argument, const std::string& text) {
@@ -257,7 +258,7 @@ void add_generate(CLI::App& app, Action& action) {
                    "Standard normal, or with one in 32 channels of q and of k 30 to 100 times larger")
       ->type_name("normal|outliers")
       ->capture_default_str();
-  verb->add_option("--seed", arguments->seed, "Seed")->type_name("N")->capture_default_str();
+  verb->add_option("--seed", arguments->seed, "Seed of the numbers")->type_name("N")->capture_default_str();
   verb->add_option("--out", arguments->out, "safetensors file to write")->required()->type_name("OUT");
   verb->callback([arguments, &action] { action = [arguments] { return generate_verb(*arguments); }; });
 }

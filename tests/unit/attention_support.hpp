@@ -1,0 +1,143 @@
+// A whole attention problem with its tensors, and every recipe as a test parameter.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "mxflash/attention.hpp"
+#include "unit/support.hpp"
+
+namespace mxflash {
+
+/// For the test names that GoogleTest prints.
+inline void PrintTo(const Recipe& recipe, std::ostream* out) { *out << recipe.name; }
+
+}  // namespace mxflash
+
+namespace mxflash::test {
+
+/// Sizes of a random problem.
+struct Sizes {
+  std::int64_t heads = 2;
+  std::int64_t kv_heads = 1;
+  std::int64_t head_dim = 32;
+  std::int64_t value_dim = 32;
+};
+
+struct Case {
+  Problem problem;
+  Tensor q, k, v, dout;
+
+  [[nodiscard]] Inputs inputs() const { return {view(q), view(k), view(v), view(dout)}; }
+};
+
+inline Case random_case(const Packing& packing, const Sizes& sizes, DType dtype = DType::f32, std::uint64_t seed = 1) {
+  const auto tensor = [&](std::int64_t tokens, std::int64_t heads, std::int64_t dims, std::uint64_t offset) {
+    return random_tensor(dtype, {tokens, heads, dims}, Distribution::normal, 4 * seed + offset);
+  };
+  return {{packing, Mask::causal(), std::nullopt},
+          tensor(packing.tokens_q(), sizes.heads, sizes.head_dim, 0),
+          tensor(packing.tokens_k(), sizes.kv_heads, sizes.head_dim, 1),
+          tensor(packing.tokens_k(), sizes.kv_heads, sizes.value_dim, 2),
+          tensor(packing.tokens_q(), sizes.heads, sizes.value_dim, 3)};
+}
+
+inline bool has_backward(const Recipe& recipe) { return validate_backward(recipe).ok(); }
+
+inline Options two_threads() {
+  Options options;
+  options.threads = 2;
+  return options;
+}
+
+inline ForwardResult forward(const Case& c, const Recipe& recipe, const Options& options = two_threads()) {
+  Result<ForwardResult> result = attention_forward(c.problem, recipe, c.inputs(), options);
+  EXPECT_TRUE(result.ok()) << recipe.name << ": " << (result.ok() ? "" : result.error().message);
+  return result.ok() ? *std::move(result) : ForwardResult{};
+}
+
+inline BackwardResult backward(const Case& c, const Recipe& recipe, const Options& options = two_threads()) {
+  Result<BackwardResult> result = attention_backward(c.problem, recipe, c.inputs(), options);
+  EXPECT_TRUE(result.ok()) << recipe.name << ": " << (result.ok() ? "" : result.error().message);
+  return result.ok() ? *std::move(result) : BackwardResult{};
+}
+
+inline ForwardResult exact(const Case& c) {
+  Result<ForwardResult> result = exact_forward(c.problem, c.inputs(), two_threads());
+  EXPECT_TRUE(result.ok()) << (result.ok() ? "" : result.error().message);
+  return result.ok() ? *std::move(result) : ForwardResult{};
+}
+
+inline BackwardResult exact_gradients(const Case& c) {
+  Result<BackwardResult> result = exact_backward(c.problem, c.inputs(), two_threads());
+  EXPECT_TRUE(result.ok()) << (result.ok() ? "" : result.error().message);
+  return result.ok() ? *std::move(result) : BackwardResult{};
+}
+
+/// Every output by name; gradients where the recipe has them.
+struct Output {
+  std::string name;
+  Tensor tensor;
+};
+
+inline std::vector<Output> outputs(const Case& c, const Recipe& recipe, const Options& options = two_threads()) {
+  ForwardResult f = forward(c, recipe, options);
+  std::vector<Output> all = {{"o", std::move(f.o)}, {"lse", std::move(f.lse)}};
+  if (!has_backward(recipe)) return all;
+  BackwardResult b = backward(c, recipe, options);
+  all.push_back({"dq", std::move(b.dq)});
+  all.push_back({"dk", std::move(b.dk)});
+  all.push_back({"dv", std::move(b.dv)});
+  return all;
+}
+
+inline void expect_same(const std::vector<Output>& got, const std::vector<Output>& want, const std::string& where) {
+  ASSERT_EQ(got.size(), want.size());
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    EXPECT_TRUE(same_bits(got[i].tensor, want[i].tensor)) << got[i].name << " " << where;
+  }
+}
+
+inline bool all_finite(const Tensor& tensor) {
+  for (std::int64_t i = 0; i < tensor.elements(); ++i) {
+    if (!std::isfinite(tensor.at(i))) return false;
+  }
+  return true;
+}
+
+inline bool all_zero(const Tensor& tensor) {
+  for (std::int64_t i = 0; i < tensor.elements(); ++i) {
+    if (tensor.at(i) != 0.0F) return false;
+  }
+  return true;
+}
+
+inline Recipe recipe_named(std::string_view name) { return *find_recipe(name); }
+
+/// Every recipe, and those with a backward at its other level of causality too.
+inline std::vector<Recipe> every_recipe() {
+  std::vector<Recipe> all = recipes();
+  for (const Recipe& recipe : recipes()) {
+    if (recipe.purpose != Purpose::training || recipe.claims.backward == Causality::exact) continue;
+    Result<Recipe> changed = with_causality(recipe, Causality::exact);
+    if (!changed.ok()) continue;
+    changed->name += "-exact";
+    all.push_back(*std::move(changed));
+  }
+  return all;
+}
+
+inline std::string name_of_recipe(const testing::TestParamInfo<Recipe>& info) {
+  std::string name = info.param.name;
+  for (char& c : name) {
+    if (c == '-') c = '_';
+  }
+  return name;
+}
+
+}  // namespace mxflash::test
