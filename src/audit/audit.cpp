@@ -327,6 +327,17 @@ std::string broken(const LeakSummary& summary, Causality claim, const Problem& p
                      summary.reach_tokens);
 }
 
+/// What was seen of a recipe that holds.
+std::string kept(const AuditReport& report) {
+  const auto words = [](const LeakSummary& summary) {
+    if (summary.leaks == 0) return std::string("nothing moved");
+    return fmt::format("up to {} tokens back, inside a block", summary.reach_tokens);
+  };
+  std::string text = "forward: " + words(report.forward);
+  if (report.has_backward) text += "; backward: " + words(report.backward);
+  return text;
+}
+
 void judge(AuditReport& report, const Problem& problem) {
   const bool sums = report.row_sum_error <= kRowSumTolerance;
   if (report.claims.forward == Causality::leaks) {
@@ -347,7 +358,7 @@ void judge(AuditReport& report, const Problem& problem) {
   if (!report.deterministic) add("the same input gave other bits");
   if (!sums) add(fmt::format("rows are off their normalizer by up to {:.2g}", report.row_sum_error));
   report.holds = failures.empty();
-  report.verdict = report.holds ? "holds" : failures;
+  report.verdict = report.holds ? kept(report) : failures;
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
-"""The numerics contract a second time: dense numpy matrices over a whole document, one recipe's JSON as the only guide.
+"""The numerics contract a second time: dense numpy matrices over a whole document, guided by one recipe's JSON alone.
 
-Written from docs/numerics.md, docs/formats.md and docs/recipes.md, and not from the sources, so that a mistake in one is
+Written from docs/numerics.md, docs/formats.md and docs/recipes.md, not from the sources, so that a mistake in one is
 unlikely to be in the other. Clear rather than fast.
 """
 
 import dataclasses
+import itertools
 import math
 
 import ml_dtypes
@@ -141,7 +142,9 @@ def quantize(x, operand, random, level_block):
     """Codes' values and, element by element, the scale that belongs to each; level_block is nvfp4's second level's."""
     x = single(x)
     if not is_quantized(operand):
-        return (x if operand["encoding"] == "f32" else x.astype(ml_dtypes.bfloat16).astype(np.float64)), np.ones(x.shape)
+        return (x if operand["encoding"] == "f32" else x.astype(ml_dtypes.bfloat16).astype(np.float64)), np.ones(
+            x.shape
+        )
     maximum = over_blocks(np.abs(x), BLOCKS[operand["block"]])
     if operand["encoding"] != "nvfp4":
         exponent = scale_exponent(maximum, operand["encoding"], operand["rule"])
@@ -184,6 +187,7 @@ class Tokens:
 
     values: np.ndarray
     exponents: np.ndarray
+    folds: bool = False
 
     @property
     def whole(self):
@@ -202,7 +206,7 @@ class Sequence:
     def tokens(self, recipe, product, side, seed, cut=False):
         place = recipe[product]["cut"] if cut else recipe[product]
         operand = place[side]
-        random = random_bits(self.rows.shape, seed, product, side, self.head)
+        random = random_bits(self.rows.shape, seed, product, side, self.head, operand)
         if is_quantized(operand) and operand["block"] == "tensor":
             scale = single(self.tensor_maximum / FORMATS[operand["encoding"]][1]) or 1.0
             values = single(encode(single(self.rows / scale), operand, random) * scale)
@@ -211,13 +215,13 @@ class Sequence:
         codes, scales = quantize(self.rows, operand, random, level_block)
         if not folds(operand):
             return Tokens(codes * scales, np.zeros(len(self.rows), int))
-        return Tokens(codes, np.frexp(scales[:, 0])[1] - 1)
+        return Tokens(codes, np.frexp(scales[:, 0])[1] - 1, True)
 
 
-def random_bits(shape, seed, product, side, head):
-    row, column = np.indices(shape, np.uint64)
-    if (product, side) not in STREAMS:
+def random_bits(shape, seed, product, side, head, operand):
+    if operand["rounding"] == "nearest":
         return None
+    row, column = np.indices(shape, np.uint64)
     return philox(seed, (STREAMS[product, side] << 32) + head, (row << np.uint64(32)) + column)
 
 
@@ -239,7 +243,7 @@ def exponential(x, key, kind):
 
 
 def quantized_p(t, reference, visible, operand, recipe):
-    """P of the visible pairs, the same not rounded, and where the codes are in the format's normal range."""
+    """P of the visible pairs, and where its codes are in the format's normal range."""
     key = np.broadcast_to(np.arange(t.shape[1]), t.shape)
     name = operand["encoding"]
     least = power(FORMATS[name][3]) if is_quantized(operand) else 0.0
@@ -250,10 +254,8 @@ def quantized_p(t, reference, visible, operand, recipe):
         exponent = (floor + scale_exponent(maximum, name, operand["rule"])).astype(int)
     else:
         exponent = reference - (round(math.log2(recipe["beta"])) if is_quantized(operand) else 0)
-    unrounded = exponential(np.where(visible, t - exponent, 0), key, recipe["exponential"])
-    codes = value_of(unrounded, operand)
-    p, unrounded = (np.where(visible, x * power(exponent - reference), 0.0) for x in (codes, unrounded))
-    return p, unrounded, codes >= least
+    codes = value_of(exponential(np.where(visible, t - exponent, -np.inf), key, recipe["exponential"]), operand)
+    return codes * power(exponent - reference), codes >= least
 
 
 def value_of(x, operand):
@@ -294,17 +296,23 @@ class Head:
         if recipe["o"]["cut"]:
             cut = over_blocks(~visible, (32, 32), np.any, False)
             pairs = [(*pairs[0][:2], visible & ~cut)]
-            pairs.append((recipe["o"]["cut"]["weights"], self.v.tokens(recipe, "o", "tokens", seed, True), visible & cut))
+            pairs.append(
+                (recipe["o"]["cut"]["weights"], self.v.tokens(recipe, "o", "tokens", seed, True), visible & cut)
+            )
         e = sum(np.where(where, v.exponents, 0) for _, v, where in pairs)
-        small = e <= np.max(np.where(visible, e, -np.inf), 1, initial=-np.inf, keepdims=True) - 3
+        # A weight whose V_j is 2^-3 or less of the row's largest may fall below P's normal range however much it counts
+        # in l and in the gradients: there it stays unrounded.
+        folded = sum(where & v.folds for _, v, where in pairs).astype(bool)
+        small = e <= np.max(np.where(folded, e, -np.inf), 1, initial=-np.inf, keepdims=True) - 3
         t = np.where(visible, s + e, -np.inf)
         self.reference = np.where(self.sees, np.ceil(np.max(t, 1, initial=-np.inf)), 0).astype(int)
-        o, share, raw = 0, 0, 0
+        key = np.broadcast_to(np.arange(t.shape[1]), t.shape)
+        raw = exponential(np.where(visible, s - self.reference[:, None], -np.inf), key, recipe["exponential"])
+        o, share = 0, 0
         for operand, v, where in pairs:
-            p, unrounded, normal = quantized_p(np.where(where, t, -np.inf), self.reference[:, None], where, operand, recipe)
+            p, normal = quantized_p(np.where(where, t, -np.inf), self.reference[:, None], where, operand, recipe)
             o = o + p @ v.values
-            share = share + np.where(small & ~normal, unrounded, p) * power(-v.exponents)
-            raw = raw + unrounded * power(-v.exponents)
+            share = share + np.where(small & where & v.folds & ~normal, raw, p * power(-v.exponents))
         self.l = (share if recipe["row_sum"] == "quantized" else raw).sum(1)
         divisor = np.where(self.sees, self.l, 1)[:, None]
         self.w = share / divisor
@@ -352,7 +360,7 @@ class Head:
         return weights["block"] in ("square:32", "dims:32")
 
     def ds_codes(self, ds, product, operand):
-        random = random_bits(ds.shape, self.seed, product, "weights", self.q.head)
+        random = random_bits(ds.shape, self.seed, product, "weights", self.q.head, operand)
         level_block = (1, 128) if operand["block"] == "dims:16" else (128, 1)
         return quantize(ds, operand, random, level_block)
 
@@ -364,6 +372,7 @@ class Head:
         if recipe["dq"]["cut"]:
             cut = over_blocks(~self.visible, (32, 32), np.any, False)
         plain = np.where(cut, 0, ds)
+        largest_k = np.abs(k.whole).max(1, initial=0)
         if self.shared_codes():
             codes, scales = self.ds_codes(plain, "dq", operand)
             taken = np.broadcast_to(~self.k.poisoned, ds.shape)
@@ -382,14 +391,14 @@ class Head:
             inside = np.where(cut, ds, 0) * power(k_cut.exponents)
             codes, scales = self.ds_codes(inside, "dq", recipe["dq"]["cut"]["weights"])
             terms.append((codes * scales, k_cut.values))
+            largest_k = np.maximum(largest_k, np.abs(k_cut.whole).max(1, initial=0))
         if recipe["dq_accumulation"] == "f32":
             return sum(weights @ values for weights, values in terms)
-        return self.half_precision_sum(terms, dout, v, k)
+        return self.half_precision_sum(terms, dout, v, largest_k)
 
-    def half_precision_sum(self, terms, dout, v, k):
+    def half_precision_sum(self, terms, dout, v, norm_k):
         """dQ in FP16 over tiles of 128 keys, scaled so that the bound of |dQ| fits."""
         norm_v = np.linalg.norm(v.whole, axis=1)
-        norm_k = np.abs(k.whole).max(1, initial=0)
         norm_dout = np.linalg.norm(dout.whole, axis=1)
         rows, keys = self.visible.shape
         if self.recipe["dq_accumulation"] == "f16_sequence":
@@ -402,7 +411,7 @@ class Head:
         total = np.zeros((rows, terms[0][1].shape[1]))
         for begin in range(0, keys, 128):
             tile = slice(begin, begin + 128)
-            part = half(sum(weights[:, tile] @ values[tile] for weights, values in terms) * power(p)[:, None])
+            part = half(single(sum(weights[:, tile] @ values[tile] for weights, values in terms) * power(p)[:, None]))
             total = half(total + part)
         return total * power(-p)[:, None]
 
@@ -478,7 +487,7 @@ def attention(recipe, inputs, left=None, right=0, seed=0, scale=None):
     if with_gradients:
         out |= {"dq": np.zeros_like(rows["q"]), "dk": np.zeros_like(rows["k"]), "dv": np.zeros_like(rows["v"])}
     cu_q, cu_k = inputs["cu_seqlens_q"], inputs["cu_seqlens_k"]
-    for (q0, q1), (k0, k1) in zip(zip(cu_q, cu_q[1:], strict=False), zip(cu_k, cu_k[1:], strict=False), strict=True):
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k), strict=True):
         for h in range(heads):
             kv = h // (heads // kv_heads)
             one = Head(

@@ -2,11 +2,10 @@
 
 MXFLASH_BINARY names the program. Inputs and outputs are FP32, so that nothing is lost on the way.
 
-Tolerance. Codes and scales have to agree, so what is left is the rounding of the outputs to FP32 (2^-24), and of sums in
-double. A difference of 1e-16 before a rounding could flip a code only where the value lies within 1e-16 of a tie; where the
-contract makes exact ties likely (P of integers, products of codes) both sides compute them exactly. Hence 1e-6 of the
-row's largest value. The absolute part is for rows whose gradient is zero but for rounding, as of a query with one key,
-where dP - D is a difference of equal numbers.
+Tolerance. Codes and scales have to agree, so what is left is the rounding of the outputs to FP32, 2^-24, and of sums in
+double, 2^-53. The latter can flip a code only where a value lies that close to a tie, and no tie is likely but those of
+exact values, which both sides compute exactly. Hence 1e-6 of the row's largest value. The absolute part is for rows
+that are zero but for rounding: the gradient of a query with one key is the difference of two equal numbers.
 """
 
 import copy
@@ -215,33 +214,17 @@ class OfOnesOwn(ModelTest):
 
     def test_fp16_accumulation(self):
         for kind in ("f16_sequence", "f16_causal"):
-            for base in ("mxfp8", "fp4", "mxfp4-diagonal", "bf16"):
-                self.compare_changed(base, ["causal", "full", "window", "poisoned"], dq_accumulation=kind)
+            for base in ("mxfp8", "mxfp4-diagonal", "bf16"):
+                self.compare_changed(base, ["full", "window", "poisoned"], dq_accumulation=kind)
 
     def test_mitchell(self):
-        for base in ("mxattention",):
-            self.compare_changed(base, ["causal", "rotated", "window-ahead"], exponential="mitchell")
+        self.compare_changed("mxattention", ["causal", "rotated", "window-ahead"], exponential="mitchell")
 
     def test_schraudolph(self):
-        for cases in (["causal", "full", "window", "poisoned"],):
-            self.compare_changed(
-                "mxattention",
-                cases,
-                exponential="schraudolph",
-                hadamard="off",
-                beta=256,
-                s=RECIPES["mxfp8"]["s"],
-                o=RECIPES["mxfp8"]["o"],
-            )
-            self.compare_changed(
-                "mxattention",
-                cases,
-                exponential="schraudolph",
-                hadamard="off",
-                s=RECIPES["mxfp8-1x32"]["s"],
-                o=RECIPES["mxfp8-1x32"]["o"],
-                purpose="inference",
-            )
+        for products in ("mxfp8", "mxfp8-1x32"):
+            fields = {product: RECIPES[products][product] for product in ("s", "o")}
+            fields |= {"beta": RECIPES[products]["beta"], "hadamard": "off", "exponential": "schraudolph"}
+            self.compare_changed("mxattention", ["causal", "full", "window", "poisoned"], **fields)
 
     def test_the_example_of_the_recipes_page(self):
         page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
@@ -250,7 +233,7 @@ class OfOnesOwn(ModelTest):
             self.compare(example["name"], example, case)
 
     def test_stochastic_operands(self):
-        cases = ["causal", "rotated", "poisoned"]
+        cases = ["rotated", "poisoned"]
         for place in ("dp__left", "dp__right", "dv__tokens", "dq__weights", "dq__tokens", "dk__weights", "dk__tokens"):
             self.compare_changed("mxfp8", cases, **{place + "__rounding": "stochastic"})
         both = {"dq__weights__rounding": "stochastic", "dk__weights__rounding": "stochastic"}

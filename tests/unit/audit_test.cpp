@@ -108,8 +108,8 @@ std::vector<std::string> recipe_names() {
   return names;
 }
 
-INSTANTIATE_TEST_SUITE_P(All, AuditRecipes, testing::ValuesIn(recipe_names()), [](const auto& info) {
-  std::string name = info.param;
+INSTANTIATE_TEST_SUITE_P(All, AuditRecipes, testing::ValuesIn(recipe_names()), [](const auto& recipe) {
+  std::string name = recipe.param;
   for (char& c : name) c = c == '-' ? '_' : c;
   return name;
 });

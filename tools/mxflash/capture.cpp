@@ -112,8 +112,8 @@ nlohmann::ordered_json problem_json(const Capture& capture) {
   const Inputs& inputs = capture.inputs;
   const Mask& mask = capture.problem.mask;
   const Mask plain = capture.causal ? Mask::causal() : Mask::full();
-  const double scale = capture.problem.scale ? *capture.problem.scale
-                                             : static_cast<float>(1 / std::sqrt(static_cast<double>(inputs.q.dims())));
+  const double scale =
+      capture.problem.scale ? *capture.problem.scale : 1 / std::sqrt(static_cast<double>(inputs.q.dims()));
   return {{"tokens", inputs.q.tokens()},
           {"tokens_k", inputs.k.tokens()},
           {"documents", capture.problem.packing.documents().size()},

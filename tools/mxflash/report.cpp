@@ -105,10 +105,11 @@ Result<json> pick_leaf(const std::string& type, const json& value, const std::st
   if (type == "number") return is_number(value) ? Result<json>(value) : wrong_type(where, value, "a number");
   if (type == "string") return value.is_string() ? Result<json>(value) : wrong_type(where, value, "a string");
   if (type == "boolean") return value.is_boolean() ? Result<json>(value) : wrong_type(where, value, "true or false");
-  const bool octave = value.is_array() && value.size() == 3 && std::all_of(value.begin(), value.end(), is_number);
+  const bool octave = value.is_array() && value.size() == 3 && std::ranges::all_of(value, is_number);
   return octave ? Result<json>(value) : wrong_type(where, value, "[octave, count, flushed]");
 }
 
+// NOLINTBEGIN(misc-no-recursion): as deep as the schema, whatever the file holds.
 Result<json> pick(const json& schema, const json& value, const std::string& where);
 
 Result<json> pick_array(const json& schema, const json& value, const std::string& where) {
@@ -139,11 +140,12 @@ Result<json> pick_object(const json& schema, const json& value, const std::strin
   return picked;
 }
 
-/// The part of `value` that `schema` names; the depth is the schema's, whatever the file holds.
+/// The part of `value` that `schema` names.
 Result<json> pick(const json& schema, const json& value, const std::string& where) {
   if (schema.is_string()) return pick_leaf(schema.get<std::string>(), value, where);
   return schema.is_array() ? pick_array(schema, value, where) : pick_object(schema, value, where);
 }
+// NOLINTEND(misc-no-recursion)
 
 Result<std::string> read_text(const std::string& path) {
   std::error_code code;
@@ -175,7 +177,7 @@ Result<Source> read_result(const std::string& path) {
   if (!text) return text.error();
   const json document = json::parse(*text, nullptr, false);
   if (document.is_discarded()) return invalid(fmt::format("{}: no valid JSON given, {}", path, kAllowed));
-  const auto kind = std::find_if(kKinds.begin(), kKinds.end(), [&document](const Kind& candidate) {
+  const auto* const kind = std::ranges::find_if(kKinds, [&document](const Kind& candidate) {
     return document.is_object() && document.contains(candidate.mark) && document.contains("version");
   });
   if (kind == kKinds.end()) return invalid(fmt::format("{}: other JSON given, {}", path, kAllowed));
@@ -320,7 +322,7 @@ int run_report(const ReportArguments& arguments) {
   if (status) return 0;
   std::string line = status.error().message;
   // One line, whatever the names of the files hold.
-  std::replace_if(line.begin(), line.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, '?');
+  std::ranges::replace_if(line, [](unsigned char c) { return c < 0x20 || c == 0x7F; }, '?');
   fmt::print(stderr, "mxflash: {}\n", line);
   return 2;
 }
