@@ -5,3 +5,4 @@ cd "$(dirname "$0")/.."
 mkdir -p build/coverage
 gcovr --root . --object-directory build/dev --filter 'src/' -j "$(nproc)" --exclude-throw-branches \
   --html-details build/coverage/index.html --txt build/coverage/summary.txt --fail-under-line 90 build/dev
+tail -n 3 build/coverage/summary.txt

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 mxflash=build/release/tools/mxflash/mxflash
 capture=examples/gpt_small_l3.safetensors
 out=demo
-probes=${MXFLASH_DEMO_PROBES:-4} # A recipe: few, so that all of them take a minute; `mxflash audit` alone makes 64.
+probes=${MXFLASH_DEMO_PROBES:-24} # A recipe: few, so that all of them take a minute; `mxflash audit` alone makes 64.
 
 mkdir -p "$out"
 rm -f "$out"/*.json "$out/report.html"

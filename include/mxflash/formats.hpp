@@ -279,7 +279,7 @@ MXFLASH_HOST_DEVICE constexpr std::uint16_t encode_f16(float value) {
   const int top = detail::floor_log2(abs_bits);
   const int exponent = top > -14 ? top : -14;
   const int shift = exponent - 10 - parts.exponent;
-  if (shift > 31) return static_cast<std::uint16_t>(sign);
+  if (shift < 1 || shift > 31) return static_cast<std::uint16_t>(sign);  // never below 1: FP16 keeps fewer bits
   const std::uint32_t kept = parts.significand >> shift;
   const std::uint32_t remainder = parts.significand & ((1U << shift) - 1U);
   const std::uint32_t half = 1U << (shift - 1);

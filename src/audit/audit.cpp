@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <ranges>
 
 #include "audit/perturb.hpp"
 #include "mxflash/engine.hpp"
@@ -201,10 +202,10 @@ class Auditor {
   /// One a probe and block of positions: the largest.
   static void keep_example(LeakSummary& summary, const Leak& leak) {
     constexpr std::size_t limit = 4096;
-    for (auto it = summary.examples.rbegin(); it != summary.examples.rend(); ++it) {
-      if (it->document != leak.document || it->perturbed != leak.perturbed) break;
-      if (it->position / kBlock != leak.position / kBlock) continue;
-      if (leak.change > it->change) *it = leak;
+    for (Leak& kept : std::ranges::reverse_view(summary.examples)) {
+      if (kept.document != leak.document || kept.perturbed != leak.perturbed) break;
+      if (kept.position / kBlock != leak.position / kBlock) continue;
+      if (leak.change > kept.change) kept = leak;
       return;
     }
     if (summary.examples.size() < limit) summary.examples.push_back(leak);
@@ -230,7 +231,7 @@ class Auditor {
     const std::vector<Document>& documents = problem_.packing.documents();
     std::vector<std::int64_t> order(documents.size());
     std::iota(order.begin(), order.end(), 0);
-    std::rotate(order.begin(), order.begin() + 1, order.end());
+    std::ranges::rotate(order, order.begin() + 1);
     std::vector<std::int32_t> cu_q{0};
     std::vector<std::int32_t> cu_k{0};
     InputTensors tensors = original_;
@@ -312,9 +313,8 @@ class Auditor {
 /// How far a leak inside one block can reach: queries and keys share the block where their offset is whole blocks.
 std::int64_t block_reach(const Problem& problem) {
   const auto& documents = problem.packing.documents();
-  const bool aligned = std::all_of(documents.begin(), documents.end(), [](const Document& document) {
-    return (document.k_length - document.q_length) % kBlock == 0;
-  });
+  const bool aligned = std::ranges::all_of(
+      documents, [](const Document& document) { return (document.k_length - document.q_length) % kBlock == 0; });
   return aligned ? kBlock - 1 : 2 * kBlock - 1;
 }
 

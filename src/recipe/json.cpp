@@ -238,7 +238,7 @@ class Checker : public nlohmann::json_sax<Json> {
   }
   bool parse_error(std::size_t position, const std::string&, const nlohmann::detail::exception&) override {
     const std::string_view before = text_.substr(0, position > 0 ? position - 1 : 0);
-    const auto line = std::count(before.begin(), before.end(), '\n') + 1;
+    const auto line = std::ranges::count(before, '\n') + 1;
     const std::size_t column = before.size() - (before.find_last_of('\n') + 1) + 1;
     status_ = invalid(fmt::format("recipe is not JSON at line {}, column {}; allowed: one JSON object", line, column));
     return false;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -152,7 +153,7 @@ std::vector<double> query_gradient(const Strip& strip, const Recipe& recipe, con
   for (std::int64_t begin = first; begin < strip.key_end; begin += kStrip) {
     const KeyRange range = strip.sees_within(query, begin, begin + kStrip);
     if (range.empty()) continue;
-    std::fill(tile.begin(), tile.end(), 0.0);
+    std::ranges::fill(tile, 0.0);
     for (std::int64_t key = range.begin; key < range.end; ++key) {
       const Rows& k = recipe.dq.cut && strip.cuts(query, key) ? rows.k_cut : rows.k;
       add_scaled(dims, weights[strip.at(query, key)], k.row(key), tile.data());
@@ -197,7 +198,7 @@ class HeadBackward {
         std::vector<double> row = query_gradient(strip, recipe_, rows, weights.for_dq, query,
                                                  f16 ? std::optional(prescale->exponent(strip, query)) : std::nullopt);
         unrotate(scales_.rotation, rows.k.dims, row.data());
-        std::copy(row.begin(), row.end(), dq.begin() + query * rows.k.dims);
+        std::ranges::copy(row, dq.begin() + query * rows.k.dims);
       }
     }
   }

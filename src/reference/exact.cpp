@@ -53,7 +53,7 @@ struct ExactHead {
       add_scaled(range.end - range.begin, q.row(query)[d] * scale, k_transposed.data() + d * k.count + range.begin,
                  out.p.data());
     }
-    const double maximum = *std::max_element(out.p.begin(), out.p.end());
+    const double maximum = *std::ranges::max_element(out.p);
     double sum = 0;
     for (double& p : out.p) {
       p = std::exp(p - maximum);

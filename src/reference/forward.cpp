@@ -1,5 +1,6 @@
 #include "reference/forward.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -117,7 +118,7 @@ Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, cons
   if (!effective.empty()) {
     const double sum = std::accumulate(effective.begin(), effective.end(), 0.0);
     result.statistics.row_sum_mean = sum / static_cast<double>(effective.size());
-    result.statistics.row_sum_min = *std::min_element(effective.begin(), effective.end());
+    result.statistics.row_sum_min = *std::ranges::min_element(effective);
   }
   result.timing.compute_ms = milliseconds_since(start) - result.timing.quantize_ms;
   return result;

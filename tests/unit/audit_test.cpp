@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <numbers>
@@ -251,7 +252,7 @@ TEST(Audit, PositionsCoverEveryResidue) {
   Inputs inputs = pack.inputs();
   inputs.dout.reset();
   ASSERT_TRUE(audit(function, {}, pack.problem, inputs, probes(256)).ok());
-  EXPECT_EQ(std::count(seen.begin(), seen.end(), true), 256);
+  EXPECT_EQ(std::ranges::count(seen, true), 256);
 }
 
 TEST(Audit, RefusesNoProbes) {

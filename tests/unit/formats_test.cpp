@@ -651,8 +651,8 @@ class RoundingError {
         if (i + 1 < n) breaks_.push_back(scale * (grid_[i] + grid_[i + 1]) / 2);
       }
     }
-    std::sort(breaks_.begin(), breaks_.end());
-    breaks_.erase(std::unique(breaks_.begin(), breaks_.end()), breaks_.end());
+    std::ranges::sort(breaks_);
+    breaks_.erase(std::ranges::unique(breaks_).begin(), breaks_.end());
     squares_.resize(breaks_.size());
     excess_.resize(breaks_.size());
     for (std::size_t i = 0; i + 1 < breaks_.size(); ++i) {
@@ -689,7 +689,7 @@ class RoundingError {
     const auto closer = [&](long double x, long double y) {
       return std::abs(scale * x - middle) < std::abs(scale * y - middle);
     };
-    return scale * *std::min_element(grid_.begin(), grid_.end(), closer);
+    return scale * *std::ranges::min_element(grid_, closer);
   }
   long double square(long double a, long double b) const {
     const long double q = nearest(a, b, 1);
@@ -716,9 +716,7 @@ struct Objective {
 
   long double threshold(std::size_t i) const { return low * (1 + static_cast<long double>(i) / kCells); }
   std::size_t index(long double t) const { return static_cast<std::size_t>(std::lround((t / low - 1) * kCells)); }
-  std::size_t best() const {
-    return static_cast<std::size_t>(std::min_element(mean.begin(), mean.end()) - mean.begin());
-  }
+  std::size_t best() const { return static_cast<std::size_t>(std::ranges::min_element(mean) - mean.begin()); }
 };
 
 enum class Spread { uniform, log_uniform };

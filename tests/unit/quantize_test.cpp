@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -282,11 +283,11 @@ TEST_P(AnyBlocks, C3_NeighboursAndThePlaceInThePackChangeNothing) {
     const Quantized alone = quantized(x, test::pack_self({33}), options);
     Tensor packed = test::random_tensor(DType::f32, {31 + 33 + 1, 2, 40}, Distribution::wide, 12);
     packed = test::scaled(packed, 1024);
-    std::copy(x.data.begin(), x.data.end(), packed.data.begin() + 31 * 2 * 40 * 4);
+    std::ranges::copy(x.data, packed.data.begin() + 31 * 2 * 40 * 4);
     const Quantized inside = quantized(packed, test::pack_self({31, 33, 1}), options);
     const auto first = static_cast<std::ptrdiff_t>(31 * 2 * 40);
-    EXPECT_TRUE(std::equal(alone.codes.begin(), alone.codes.end(), inside.codes.begin() + first));
-    EXPECT_TRUE(std::equal(alone.values.begin(), alone.values.end(), inside.values.begin() + first));
+    EXPECT_TRUE(std::ranges::equal(alone.codes, inside.codes.begin() + first));
+    EXPECT_TRUE(std::ranges::equal(alone.values, inside.values.begin() + first));
   }
 }
 

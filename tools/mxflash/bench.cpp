@@ -247,7 +247,7 @@ Result<Measurement> measure_one(const Plan& plan, const Workload& workload, cons
 
 double median(std::vector<double> values) {
   if (values.empty()) return std::numeric_limits<double>::quiet_NaN();
-  std::sort(values.begin(), values.end());
+  std::ranges::sort(values);
   const std::size_t middle = values.size() / 2;
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
@@ -256,8 +256,8 @@ Json samples_json(const Samples& samples) {
   if (samples.total_ms.empty()) return nullptr;
   const double middle = median(samples.total_ms);
   return {{"median_ms", middle},
-          {"min_ms", *std::min_element(samples.total_ms.begin(), samples.total_ms.end())},
-          {"max_ms", *std::max_element(samples.total_ms.begin(), samples.total_ms.end())},
+          {"min_ms", *std::ranges::min_element(samples.total_ms)},
+          {"max_ms", *std::ranges::max_element(samples.total_ms)},
           {"quantize_median_ms", median(samples.quantize_ms)},
           {"flops", samples.flops},
           {"gflops_per_second", samples.flops / middle / 1e6},
@@ -333,16 +333,14 @@ std::string lengths_text(const Measurement& result) {
   for (std::size_t i = 1; i < result.offsets.size(); ++i) {
     lengths.push_back(static_cast<double>(result.offsets[i] - result.offsets[i - 1]));
   }
-  return fmt::format("{} of {:.0f}..{:.0f}, median {:.0f}", lengths.size(),
-                     *std::min_element(lengths.begin(), lengths.end()),
-                     *std::max_element(lengths.begin(), lengths.end()), median(lengths));
+  return fmt::format("{} of {:.0f}..{:.0f}, median {:.0f}", lengths.size(), *std::ranges::min_element(lengths),
+                     *std::ranges::max_element(lengths), median(lengths));
 }
 
 std::string time_text(const Samples& samples) {
   if (samples.total_ms.empty()) return "-";
-  return fmt::format("{:.1f} ({:.1f}..{:.1f})", median(samples.total_ms),
-                     *std::min_element(samples.total_ms.begin(), samples.total_ms.end()),
-                     *std::max_element(samples.total_ms.begin(), samples.total_ms.end()));
+  return fmt::format("{:.1f} ({:.1f}..{:.1f})", median(samples.total_ms), *std::ranges::min_element(samples.total_ms),
+                     *std::ranges::max_element(samples.total_ms));
 }
 
 std::string rate_text(const Samples& samples) { return show(samples.flops / median(samples.total_ms) / 1e6, 2); }
@@ -390,8 +388,7 @@ Result<Outcome> bench_verb(const BenchArguments& arguments) {
   end_progress();
   if (const Status status = write_json(arguments.json, bench_json(*plan, results)); !status) return status.error();
   if (wants_table(arguments.json)) print_bench(*plan, results);
-  const bool right =
-      std::all_of(results.begin(), results.end(), [](const Measurement& result) { return result.right; });
+  const bool right = std::ranges::all_of(results, [](const Measurement& result) { return result.right; });
   return right ? Outcome::done : Outcome::check_failed;
 }
 

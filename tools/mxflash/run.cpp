@@ -63,7 +63,7 @@ Result<std::vector<Requirement>> parse_requirements(const std::string& text) {
   for (const std::string& part : split(text, ',')) {
     const std::size_t sign = part.find('=');
     const std::string name = part.substr(0, sign);
-    if (sign == std::string::npos || std::find(kOutputs.begin(), kOutputs.end(), name) == kOutputs.end()) {
+    if (sign == std::string::npos || std::ranges::find(kOutputs, name) == kOutputs.end()) {
       return invalid(fmt::format("--min-cosine: '{}' given, NAME=VALUE of o, dq, dk or dv allowed", part));
     }
     const Result<double> value = parse_number("--min-cosine", std::string_view(part).substr(sign + 1));
@@ -159,8 +159,8 @@ Status check(Run& run) {
 std::string shortfall(const Run& run, const std::vector<Requirement>& requirements) {
   std::string text;
   for (const Requirement& requirement : requirements) {
-    const auto found = std::find_if(run.accuracy.begin(), run.accuracy.end(),
-                                    [&](const NamedAccuracy& entry) { return entry.output == requirement.output; });
+    const auto found = std::ranges::find_if(
+        run.accuracy, [&](const NamedAccuracy& entry) { return entry.output == requirement.output; });
     const std::optional<double> cosine = found == run.accuracy.end() ? std::nullopt : found->accuracy.cosine;
     if (cosine && *cosine >= requirement.cosine) continue;
     text += fmt::format("{}{}: cosine {}, {} required", text.empty() ? "" : "; ", requirement.output,

@@ -48,8 +48,7 @@ Result<std::vector<Workload>> find_workloads(const std::string& names, std::int6
   if (names == "all") return known;
   std::vector<Workload> chosen;
   for (const std::string& name : split(names, ',')) {
-    const auto found =
-        std::find_if(known.begin(), known.end(), [&](const Workload& workload) { return workload.name == name; });
+    const auto found = std::ranges::find_if(known, [&](const Workload& workload) { return workload.name == name; });
     if (found == known.end()) {
       std::string allowed = "all";
       for (const Workload& workload : known) allowed += ", " + workload.name;
