@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <new>
 #include <system_error>
+#include <utility>
 
 #include "mxflash/safetensors.hpp"
 
@@ -23,7 +24,7 @@ Error cannot_write(const std::filesystem::path& path, int error) {
 /// A file under its temporary name until commit(); removed if that never happens.
 class TemporaryFile {
  public:
-  explicit TemporaryFile(const std::filesystem::path& target) : target_(target) {}
+  explicit TemporaryFile(std::filesystem::path target) : target_(std::move(target)) {}
   TemporaryFile(const TemporaryFile&) = delete;
   TemporaryFile& operator=(const TemporaryFile&) = delete;
   ~TemporaryFile() {

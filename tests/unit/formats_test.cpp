@@ -115,8 +115,8 @@ TEST(Formats, SpecsDescribeTheCodes) {
     EXPECT_EQ(std::ilogb(spec.max), spec.max_exponent) << name_of(format);
     EXPECT_EQ(values.at(1), std::ldexp(1.0F, 1 - spec.bias - spec.mantissa_bits)) << name_of(format);
     EXPECT_EQ(values.at(std::size_t{1} << spec.mantissa_bits), std::ldexp(1.0F, 1 - spec.bias)) << name_of(format);
-    EXPECT_TRUE(std::is_sorted(values.begin(), values.end())) << name_of(format);
-    EXPECT_EQ(std::adjacent_find(values.begin(), values.end()), values.end()) << name_of(format);
+    EXPECT_TRUE(std::ranges::is_sorted(values)) << name_of(format);
+    EXPECT_EQ(std::ranges::adjacent_find(values), values.end()) << name_of(format);
   }
 }
 
@@ -279,7 +279,7 @@ void expect_threshold(Tally& tally, Format format, std::uint8_t below, float val
     const auto bits = static_cast<std::uint32_t>(random);
     const std::uint64_t place = (static_cast<std::uint64_t>(bits) << 32) | bits_of(value);
     tally.compare(place, encode_stochastic(format, value, bits), want);
-    tally.compare(place | kSign, encode_stochastic(format, -value, bits), want + code_count(format) / 2);
+    tally.compare(place | kSign, encode_stochastic(format, -value, bits), want + (code_count(format) >> 1));
   }
 }
 
@@ -579,7 +579,7 @@ double overflowed(double x, double max) {
 TEST(Formats, Bf16IsTheFpusRounding) {
   Tally tally("bf16");
   for (const std::uint32_t bits : sixteen_bit_sweep(0x7F80U, decode_bf16)) {
-    const double x = static_cast<double>(float_of(bits));
+    const auto x = static_cast<double>(float_of(bits));
     const double rounded = std::isinf(x) ? x : rounded_by_fpu(x, 7, -126);
     const double want = overflowed(rounded, static_cast<double>(float_of(0x7F7F0000U)));
     tally.compare(bits, static_cast<double>(decode_bf16(encode_bf16(float_of(bits)))), want);
@@ -590,7 +590,7 @@ TEST(Formats, Bf16IsTheFpusRounding) {
 TEST(Formats, F16IsTheFpusRounding) {
   Tally tally("f16");
   for (const std::uint32_t bits : sixteen_bit_sweep(0x7C00U, decode_f16)) {
-    const double x = static_cast<double>(float_of(bits));
+    const auto x = static_cast<double>(float_of(bits));
     const double want = overflowed(std::isinf(x) ? x : rounded_by_fpu(x, 10, -14), 65504.0);
     tally.compare(bits, static_cast<double>(decode_f16(encode_f16(float_of(bits)))), want);
     tally.compare(bits | kSign, static_cast<double>(decode_f16(encode_f16(float_of(bits | kSign)))), -want);
@@ -662,40 +662,40 @@ class RoundingError {
   }
 
   /// The integral over [0, m] of (x - Q(x))^2 at scale 1.
-  long double squared(long double m) const {
+  [[nodiscard]] long double squared(long double m) const {
     const std::size_t i = segment(m);
     return squares_[i] + square(breaks_[i], m);
   }
 
   /// How much more the same integral is at scale 1 than at scale 2. The two are never subtracted: wherever both grids
   /// round alike they cancel exactly, which for E5M2 is the only way to see 2^-47 beside 2^40.
-  long double excess(long double m) const {
+  [[nodiscard]] long double excess(long double m) const {
     const std::size_t i = segment(m);
     return excess_[i] + difference(breaks_[i], m);
   }
 
   /// The mean squared error relative to M^2, at scale 1 or 2.
-  long double relative(long double m) const { return squared(m) / (m * m * m); }
-  long double relative_doubled(long double m) const { return (squared(m) - excess(m)) / (m * m * m); }
+  [[nodiscard]] long double relative(long double m) const { return squared(m) / (m * m * m); }
+  [[nodiscard]] long double relative_doubled(long double m) const { return (squared(m) - excess(m)) / (m * m * m); }
 
  private:
-  std::size_t segment(long double m) const {
-    const auto above = std::upper_bound(breaks_.begin(), breaks_.end(), m);
+  [[nodiscard]] std::size_t segment(long double m) const {
+    const auto above = std::ranges::upper_bound(breaks_, m);
     return static_cast<std::size_t>(above - breaks_.begin()) - 1;
   }
   /// The value nearest to every point strictly inside (a, b), which holds no tie.
-  long double nearest(long double a, long double b, long double scale) const {
+  [[nodiscard]] long double nearest(long double a, long double b, long double scale) const {
     const long double middle = (a + b) / 2;
     const auto closer = [&](long double x, long double y) {
       return std::abs(scale * x - middle) < std::abs(scale * y - middle);
     };
     return scale * *std::ranges::min_element(grid_, closer);
   }
-  long double square(long double a, long double b) const {
+  [[nodiscard]] long double square(long double a, long double b) const {
     const long double q = nearest(a, b, 1);
     return ((b - q) * (b - q) * (b - q) - (a - q) * (a - q) * (a - q)) / 3;
   }
-  long double difference(long double a, long double b) const {
+  [[nodiscard]] long double difference(long double a, long double b) const {
     const long double q1 = nearest(a, b, 1);
     const long double q2 = nearest(a, b, 2);
     return (q2 - q1) * (b - a) * (a + b - q1 - q2);
@@ -714,9 +714,13 @@ struct Objective {
   std::vector<long double> mean = std::vector<long double>(kCells + 1);
   long double low = 0;
 
-  long double threshold(std::size_t i) const { return low * (1 + static_cast<long double>(i) / kCells); }
-  std::size_t index(long double t) const { return static_cast<std::size_t>(std::lround((t / low - 1) * kCells)); }
-  std::size_t best() const { return static_cast<std::size_t>(std::ranges::min_element(mean) - mean.begin()); }
+  [[nodiscard]] long double threshold(std::size_t i) const { return low * (1 + static_cast<long double>(i) / kCells); }
+  [[nodiscard]] std::size_t index(long double t) const {
+    return static_cast<std::size_t>(std::lround((t / low - 1) * kCells));
+  }
+  [[nodiscard]] std::size_t best() const {
+    return static_cast<std::size_t>(std::ranges::min_element(mean) - mean.begin());
+  }
 };
 
 enum class Spread { uniform, log_uniform };

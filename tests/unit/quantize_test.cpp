@@ -283,11 +283,11 @@ TEST_P(AnyBlocks, C3_NeighboursAndThePlaceInThePackChangeNothing) {
     const Quantized alone = quantized(x, test::pack_self({33}), options);
     Tensor packed = test::random_tensor(DType::f32, {31 + 33 + 1, 2, 40}, Distribution::wide, 12);
     packed = test::scaled(packed, 1024);
-    std::ranges::copy(x.data, packed.data.begin() + 31 * 2 * 40 * 4);
+    std::ranges::copy(x.data, packed.data.begin() + 31L * 2 * 40 * 4);
     const Quantized inside = quantized(packed, test::pack_self({31, 33, 1}), options);
     const auto first = static_cast<std::ptrdiff_t>(31 * 2 * 40);
-    EXPECT_TRUE(std::ranges::equal(alone.codes, inside.codes.begin() + first));
-    EXPECT_TRUE(std::ranges::equal(alone.values, inside.values.begin() + first));
+    EXPECT_TRUE(std::equal(alone.codes.begin(), alone.codes.end(), inside.codes.begin() + first));
+    EXPECT_TRUE(std::equal(alone.values.begin(), alone.values.end(), inside.values.begin() + first));
   }
 }
 
@@ -358,8 +358,8 @@ TEST_P(StochasticBlocks, TheMeanOverSeedsIsTheValue) {
   const Tensor x = test::random_tensor(DType::f32, {16, 1, 32}, Distribution::normal, 17);
   constexpr int kSeeds = 400;
   std::vector<double> sum(static_cast<std::size_t>(x.elements()));
-  std::vector<double> low(sum.size(), INFINITY);
-  std::vector<double> high(sum.size(), -INFINITY);
+  std::vector<double> low(sum.size(), HUGE_VAL);
+  std::vector<double> high(sum.size(), -HUGE_VAL);
   for (std::uint64_t seed = 0; seed < kSeeds; ++seed) {
     const Quantized q = quantized(x, test::pack_self({16}), {.operand = operand, .seed = seed});
     for (std::size_t i = 0; i < sum.size(); ++i) {

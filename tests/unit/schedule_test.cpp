@@ -224,7 +224,7 @@ class Mutation : public testing::Test {
  protected:
   void SetUp() override { ASSERT_EQ(verdict(), "proved"); }
 
-  std::string verdict() const {
+  [[nodiscard]] std::string verdict() const {
     const Status status = prove_coverage(schedule_, packing_, mask_);
     return status ? "proved" : status.error().message;
   }

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <set>
@@ -69,10 +70,7 @@ std::vector<Comparison> compare_files(const TensorFile& a, const TensorFile& b, 
 }
 
 bool all_within(const std::vector<Comparison>& comparisons) {
-  for (const Comparison& comparison : comparisons) {
-    if (!comparison.within) return false;
-  }
-  return true;
+  return std::ranges::all_of(comparisons, [](const Comparison& comparison) { return comparison.within; });
 }
 
 Json compare_json(const CompareArguments& arguments, const std::vector<Comparison>& comparisons) {
