@@ -257,6 +257,7 @@ std::string entry_problem(const Entry& entry, std::int64_t data_bytes) {
 std::string layout_problem(const Header& header, std::int64_t data_bytes) {
   using Named = std::pair<const std::string, Entry>;
   std::vector<const Named*> order;
+  order.reserve(header.tensors.size());
   for (const Named& named : header.tensors) order.push_back(&named);
   std::ranges::sort(order, {}, [](const Named* named) { return *named->second.data_offsets; });
   std::int64_t covered = 0;
@@ -425,6 +426,7 @@ using NamedTensor = std::pair<const std::string, Tensor>;
 /// Large elements first: without holes, which readers refuse, each tensor then is aligned to its own elements.
 std::vector<const NamedTensor*> data_order(const TensorFile& file) {
   std::vector<const NamedTensor*> order;
+  order.reserve(file.tensors.size());
   for (const NamedTensor& named : file.tensors) order.push_back(&named);
   const auto rank = [](const NamedTensor* named) {
     return std::pair(sizeof(std::int64_t) - size_of(named->second.dtype), std::string_view(named->first));

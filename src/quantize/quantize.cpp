@@ -196,7 +196,7 @@ Status check(const TensorView& tensor, const Packing& packing, const QuantizeOpt
     return invalid(fmt::format("hadamard: {} dims given, a power of two allowed", tensor.dims()));
   }
   if (!operand.quantized()) return {};
-  if (std::find(std::begin(kBlocks), std::end(kBlocks), operand.block) == std::end(kBlocks)) {
+  if (std::ranges::find(kBlocks, operand.block) == std::end(kBlocks)) {
     return invalid(fmt::format("block: {} given, one of the named blocks allowed", to_string(operand.block)));
   }
   const bool sixteen = operand.block == Block::dims16() || operand.block == Block::channel16();
