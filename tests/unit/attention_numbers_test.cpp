@@ -192,7 +192,7 @@ Tensor query_gradient_size(const Case& c) {
     for (std::int64_t d = 0; d < dims; ++d) {
       double sum = 0;
       for (std::size_t key = 0; key < p.size(); ++key) {
-        const double k = static_cast<double>(c.k.at(static_cast<std::int64_t>(key) * dims + d));
+        const auto k = static_cast<double>(c.k.at(static_cast<std::int64_t>(key) * dims + d));
         sum += p[key] * (dp[key] + mean) * std::fabs(k);
       }
       size.set(row * dims + d, static_cast<float>(sum * static_cast<double>(*c.problem.scale)));
@@ -425,8 +425,8 @@ TEST_P(EveryRecipe, StatisticsCountEveryVisiblePair) {
     }
     return sum;
   };
-  const std::int64_t rows = 2 * (40 + 33);
-  const std::int64_t pairs = 2 * (40 * 41 / 2 + 33 * 34 / 2);
+  const std::int64_t rows = 2L * (40 + 33);
+  const std::int64_t pairs = 2L * (40 * 41 / 2 + 33 * 34 / 2);
   const WeightStatistics forward = test::forward(c, recipe).statistics;
   EXPECT_EQ(total(forward.p), pairs);
   EXPECT_GE(forward.flushed_p, 0);

@@ -383,8 +383,8 @@ TEST_P(EveryRecipe, C13_ViewsGiveTheSameBits) {
     }
     const std::vector<test::Output> want = test::outputs(c, recipe);
     const test::StridedCopy q(c.q, {64, 32, 1}, 1);           // a base offset of one element, not aligned
-    const test::StridedCopy k(c.k, {2 * 64, 32, 1}, 0);       // the first half of a fused [T, 2, H, D]
-    const test::StridedCopy v(c.v, {2, 40 * 64 * 2, 80}, 3);  // transposed, last stride 80
+    const test::StridedCopy k(c.k, {2L * 64, 32, 1}, 0);       // the first half of a fused [T, 2, H, D]
+    const test::StridedCopy v(c.v, {2, 40L * 64 * 2, 80}, 3);  // transposed, last stride 80
     TensorView dout = test::view(c.dout);
     dout.stride[0] = 0;  // expanded
     const Inputs inputs{q.view(), k.view(), v.view(), dout};

@@ -115,6 +115,7 @@ inline Packing pack(const std::vector<Lengths>& lengths) {
 /// As many queries as keys.
 inline Packing pack_self(const std::vector<std::int32_t>& lengths) {
   std::vector<Lengths> both;
+  both.reserve(lengths.size());
   for (const std::int32_t length : lengths) both.push_back({length, length});
   return pack(both);
 }
