@@ -382,7 +382,7 @@ TEST_P(EveryRecipe, C13_ViewsGiveTheSameBits) {
       for (std::int64_t i = 0; i < 64; ++i) c.dout.set(t * 64 + i, c.dout.at(i));
     }
     const std::vector<test::Output> want = test::outputs(c, recipe);
-    const test::StridedCopy q(c.q, {64, 32, 1}, 1);           // a base offset of one element, not aligned
+    const test::StridedCopy q(c.q, {64, 32, 1}, 1);            // a base offset of one element, not aligned
     const test::StridedCopy k(c.k, {2L * 64, 32, 1}, 0);       // the first half of a fused [T, 2, H, D]
     const test::StridedCopy v(c.v, {2, 40L * 64 * 2, 80}, 3);  // transposed, last stride 80
     TensorView dout = test::view(c.dout);
