@@ -51,10 +51,11 @@ bool is_static(const Operand& weights) { return weights.quantized() && weights.b
 
 /// The scale exponent of a group whose largest base-2 logit is g: the maximum is taken before the exponential, so that
 /// no group underflows.
-int group_exponent(const Operand& weights, double g) {
+/// A double: logits of huge inputs are beyond any int.
+double group_exponent(const Operand& weights, double g) {
   const double octave = std::floor(g);
   const auto maximum = static_cast<float>(std::exp2(g - octave));
-  return static_cast<int>(octave) + scale_exponent(*element_format(weights.encoding), weights.rule, maximum);
+  return octave + scale_exponent(*element_format(weights.encoding), weights.rule, maximum);
 }
 
 /// How far below the largest exponent of V that the row sees a key's own lies before it counts as light.
@@ -137,7 +138,7 @@ class ProbabilityRow {
     } else if (weights.quantized()) {
       double g = -std::numeric_limits<double>::infinity();
       for (std::int64_t key = begin; key < end; ++key) g = t_[index(key)] > g ? t_[index(key)] : g;
-      if (!std::isinf(g)) scale = std::max(reference_ - kE8m0Bias, static_cast<double>(group_exponent(weights, g)));
+      if (!std::isinf(g)) scale = std::max(reference_ - kE8m0Bias, group_exponent(weights, g));
     }
     for (std::int64_t key = begin; key < end; ++key) {
       const double t = t_[index(key)];

@@ -168,6 +168,19 @@ TEST_P(EveryRecipe, C4_HugeLogitsStayFinite) {
   }
 }
 
+TEST_P(EveryRecipe, C4_LogitsBeyondEveryIntegerStayFinite) {
+  Case c = test::random_case(test::pack_self({40}), {.heads = 1, .kv_heads = 1, .head_dim = 8, .value_dim = 8});
+  for (std::int64_t i = 0; i < c.q.elements(); ++i) {
+    c.q.set(i, 1e36F * c.q.at(i));  // logits up to 1e73
+    c.k.set(i, 1e36F * c.k.at(i));
+  }
+  const ForwardResult f = test::forward(c, GetParam());
+  EXPECT_TRUE(test::all_finite(f.o));
+  double largest = 0;
+  for (std::int64_t i = 0; i < c.v.elements(); ++i) largest = std::fmax(largest, std::fabs(c.v.at(i)));
+  for (std::int64_t i = 0; i < f.o.elements(); ++i) EXPECT_LE(std::fabs(f.o.at(i)), 1.5 * largest) << i;
+}
+
 // ---- C5 .. C9: rows, windows, lengths ----
 
 /// Row `token` of every head.
