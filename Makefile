@@ -3,6 +3,7 @@ SHELL := /bin/bash
 export PATH := /usr/bin:$(PATH)  # Debian's cmake and ctest, which setup installs, whatever else there is.
 JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 30
+export TIDY # Folders for clang-tidy, as src|tools; empty: all.
 build = cmake --preset $(1) && cmake --build --preset $(1) --parallel $(JOBS)
 
 .PHONY: help demo test lint format asan tsan coverage fuzz setup setup-dev clean

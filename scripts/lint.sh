@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=${1:-check}
 jobs=$(nproc)
+tidy=${TIDY:-src|tools|tests|bench|examples} # The folders that clang-tidy reads.
 
 files() { # files <folder>... -- <name>...: sorted, null-terminated
   local folders=() names=()
@@ -37,7 +38,7 @@ shellcheck "${shell[@]}"
 cmake --preset tidy >/dev/null
 log=build/tidy/clang-tidy.log
 echo "lint: clang-tidy over build/tidy/compile_commands.json"
-if ! run-clang-tidy-19 -quiet -p build/tidy -j "$jobs" "^$PWD/(src|tools|tests|bench|examples)/.*" >"$log" 2>&1; then
+if ! run-clang-tidy-19 -quiet -p build/tidy -j "$jobs" "^$PWD/($tidy)/.*" >"$log" 2>&1; then
   grep -vE '^(\[ *[0-9]+/[0-9]+\]|clang-tidy-19|[0-9]+ warnings? (generated|treated))|^$' "$log" >&2
   exit 1
 fi
