@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-packages=(make g++ cmake ninja-build libfmt-dev nlohmann-json3-dev libcli11-dev libthread-pool-dev python3-venv)
+packages=(make g++ cmake ninja-build libfmt-dev nlohmann-json3-dev libcli11-dev libthread-pool-dev libhwy-dev python3-venv)
 requirements=(requirements.txt)
 case "${1:-}" in
   "") ;;

@@ -1,10 +1,15 @@
 #include <fmt/format.h>
 
+#include <list>
+
+#include "cpu/engine.hpp"
 #include "mxflash/engine.hpp"
 #include "reference/reference.hpp"
 
 namespace mxflash {
 namespace {
+
+constexpr std::string_view kCpu = "cpu";
 
 class ReferenceEngine final : public Engine {
  public:
@@ -24,20 +29,60 @@ class ReferenceEngine final : public Engine {
   }
 };
 
+class CpuEngine final : public Engine {
+ public:
+  explicit CpuEngine(const cpu::InstructionSet& set)
+      : set_(set),
+        name_(fmt::format("{}:{}", kCpu, set.name)),
+        description_(fmt::format("vector kernels for any server: {}", set.description)) {}
+
+  [[nodiscard]] std::string_view name() const override { return name_; }
+  [[nodiscard]] std::string_view description() const override { return description_; }
+  [[nodiscard]] Status available() const override {
+    if (set_.available()) return {};
+    return unsupported(fmt::format("{} needs {}", name_, set_.needs));
+  }
+  [[nodiscard]] Status supports(const Recipe& recipe) const override { return cpu::supports(set_, recipe); }
+  [[nodiscard]] Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, const Inputs& inputs,
+                                              const Options& options) const override {
+    return cpu::forward(set_, problem, recipe, inputs, options);
+  }
+  [[nodiscard]] Result<BackwardResult> backward(const Problem& problem, const Recipe& recipe, const Inputs& inputs,
+                                                const Options& options) const override {
+    return cpu::backward(set_, problem, recipe, inputs, options);
+  }
+
+ private:
+  const cpu::InstructionSet& set_;
+  std::string name_;
+  std::string description_;
+};
+
+/// "cpu" is any of "cpu:avx2", "cpu:scalar", ...
+bool matches(std::string_view name, std::string_view engine) {
+  return name == "auto" || name == engine || (name == kCpu && engine.starts_with(kCpu));
+}
+
 }  // namespace
 
 const std::vector<const Engine*>& engines() {
   static const ReferenceEngine reference;
-  static const std::vector<const Engine*> list{&reference};
-  return list;
+  static const std::list<CpuEngine> cpu(cpu::instruction_sets().begin(), cpu::instruction_sets().end());
+  static const std::vector<const Engine*> all = [] {
+    std::vector<const Engine*> out;
+    for (const CpuEngine& engine : cpu) out.push_back(&engine);
+    out.push_back(&reference);
+    return out;
+  }();
+  return all;
 }
 
 Result<const Engine*> select_engine(std::string_view name, const Recipe& recipe) {
-  std::string names = "auto";
+  std::string names = fmt::format("auto, {}", kCpu);
   std::string reasons;
   for (const Engine* engine : engines()) {
     names += fmt::format(", {}", engine->name());
-    if (name != "auto" && name != engine->name()) continue;
+    if (!matches(name, engine->name())) continue;
     Status status = engine->available();
     if (status.ok()) status = engine->supports(recipe);
     if (status.ok()) return engine;

@@ -424,13 +424,13 @@ void count_flushed(const Strip& strip, const std::vector<double>& before, const 
   }
 }
 
+}  // namespace
+
 bool shares_codes(const Recipe& recipe) {
   const Operand& ds = recipe.dq.weights;
   return ds == recipe.dk.weights && ds.quantized() && ds.encoding != Encoding::nvfp4 && !recipe.dq.cut &&
          !recipe.dk.cut && ds.block.columns == kBlock;
 }
-
-}  // namespace
 
 void OctaveCounter::count(float weight, bool flushed) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(weight) & detail::kAbsMask;

@@ -50,6 +50,9 @@ struct Probabilities {
 Probabilities quantize_probabilities(const Strip& strip, const Recipe& recipe, const std::vector<double>& logits,
                                      const Rows& v, const Rows& v_cut, OctaveCounter& counter);
 
+/// Whether dQ and dK take the same codes of dS.
+bool shares_codes(const Recipe& recipe);
+
 /// P / l for dV: dO's exponents folded in, relative to `base`; what comes out multiplies the values of dO.
 std::vector<double> quantize_for_dv(const Strip& strip, const TokenProduct& product,
                                     const std::vector<double>& normalized, const Rows& dout, int base);

@@ -1,0 +1,8 @@
+#pragma once
+
+namespace mxflash::cpu {
+
+/// Whether the CPU has AMX-BF16 and AVX-512 and the system lets this process use the tiles; asks it the first time.
+bool has_amx();
+
+}  // namespace mxflash::cpu

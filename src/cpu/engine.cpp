@@ -1,0 +1,139 @@
+#include "cpu/engine.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <vector>
+
+#include "mxflash/schedule.hpp"
+#include "recipe/roles.hpp"
+#include "threading/parallel.hpp"
+
+namespace mxflash::cpu {
+namespace {
+
+/// Queries of a forward item: long enough that quantizing its keys once more costs little.
+constexpr std::int64_t kItemQueries = 2048;
+
+class Clock {
+ public:
+  [[nodiscard]] double milliseconds() const {
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+/// Runs `body(item, worker)` for every item, and sums up what the workers counted.
+template <class Body>
+Counts for_items(std::int64_t items, const Options& options, const Body& body) {
+  struct Worker {
+    Workspace workspace;
+    Counts counts;
+  };
+  std::function<void(std::int64_t)> progress;
+  if (options.progress) {
+    progress = [&](std::int64_t done) { options.progress(static_cast<double>(done) / static_cast<double>(items)); };
+  }
+  std::vector<Worker> workers(static_cast<std::size_t>(worker_count(items, options.threads)));
+  parallel_for_workers(
+      items, options.threads,
+      [&](std::int64_t item, int index) {
+        Worker& worker = workers[static_cast<std::size_t>(index)];
+        body(item, worker.workspace, worker.counts);
+      },
+      progress);
+  Counts total;
+  for (const Worker& worker : workers) {
+    total.weights.merge(worker.counts.weights);
+    total.row_sum += worker.counts.row_sum;
+    total.least_row_sum = std::min(total.least_row_sum, worker.counts.least_row_sum);
+  }
+  return total;
+}
+
+}  // namespace
+
+Status supports(const InstructionSet& set, const Recipe& recipe) {
+  if (Status status = validate(recipe); !status.ok()) return status;
+  if (recipe.dq_accumulation != DqAccumulation::f32) {
+    return unsupported("dq_accumulation: an FP16 sum given, f32 allowed (FP16 sums are of devices; the reference has them)");
+  }
+  if (set.exact_f32) return {};
+  const bool backward = has_backward(recipe);
+  for (const Place& place : places_of(recipe)) {
+    if (place.operand->encoding == Encoding::f32 && (backward || !place.backward)) {
+      return unsupported(fmt::format("{}.encoding: f32 given, bf16 or a quantized encoding allowed", place.path));
+    }
+  }
+  return {};
+}
+
+Result<ForwardResult> forward(const InstructionSet& set, const Problem& problem, const Recipe& recipe,
+                              const Inputs& inputs, const Options& options) {
+  const Clock clock;
+  const Plan plan = make_plan(problem, recipe, inputs, options);
+  const Result<Schedule> schedule = make_schedule(problem.packing, problem.mask, {kItemQueries, kItemQueries});
+  if (!schedule.ok()) return schedule.error();
+
+  ForwardResult result;
+  result.o = Tensor::zeros(inputs.q.dtype, {inputs.q.tokens(), plan.heads, plan.value_dim});
+  result.lse = Tensor::zeros(DType::f32, {inputs.q.tokens(), plan.heads});
+  const Forward out{{result.o.data.data(), result.o.dtype}, reinterpret_cast<float*>(result.lse.data.data())};
+  result.timing.quantize_ms = clock.milliseconds();
+
+  const std::vector<Document>& documents = problem.packing.documents();
+  const auto items = static_cast<std::int64_t>(schedule->items.size()) * plan.kv_heads;
+  const Counts counts = for_items(items, options, [&](std::int64_t index, Workspace& workspace, Counts& counter) {
+    const WorkItem& work = schedule->items[static_cast<std::size_t>(index / plan.kv_heads)];
+    const Item item{&documents[static_cast<std::size_t>(work.document)], index % plan.kv_heads, work.query_begin,
+                    work.query_end};
+    set.kernels.forward(plan, item, out, workspace, counter);
+  });
+  if (options.statistics) {
+    const std::int64_t rows = result.lse.elements();
+    result.statistics.p = counts.weights.octaves();
+    result.statistics.flushed_p = counts.weights.flushed_share();
+    result.statistics.row_sum_mean = rows == 0 ? 1.0 : counts.row_sum / static_cast<double>(rows);
+    result.statistics.row_sum_min = counts.least_row_sum;
+  }
+  result.timing.compute_ms = clock.milliseconds() - result.timing.quantize_ms;
+  return result;
+}
+
+Result<BackwardResult> backward(const InstructionSet& set, const Problem& problem, const Recipe& recipe,
+                                const Inputs& inputs, const Options& options) {
+  const Clock clock;
+  const Plan plan = make_plan(problem, recipe, inputs, options);
+  BackwardResult result;
+  result.dq = Tensor::zeros(inputs.q.dtype, {inputs.q.tokens(), plan.heads, plan.head_dim});
+  result.dk = Tensor::zeros(inputs.k.dtype, {inputs.k.tokens(), plan.kv_heads, plan.head_dim});
+  result.dv = Tensor::zeros(inputs.v.dtype, {inputs.v.tokens(), plan.kv_heads, plan.value_dim});
+  const Backward out{{result.dq.data.data(), result.dq.dtype},
+                     {result.dk.data.data(), result.dk.dtype},
+                     {result.dv.data.data(), result.dv.dtype}};
+  result.timing.quantize_ms = clock.milliseconds();
+
+  // Longest first, as the forward; each document whole, so that dK and dV add up in one order.
+  std::vector<const Document*> documents;
+  for (const Document& document : problem.packing.documents()) documents.push_back(&document);
+  std::ranges::stable_sort(documents, [&](const Document* a, const Document* b) {
+    return visible_pairs(*a, problem.mask) > visible_pairs(*b, problem.mask);
+  });
+  const auto items = static_cast<std::int64_t>(documents.size()) * plan.kv_heads;
+  const Counts counts = for_items(items, options, [&](std::int64_t index, Workspace& workspace, Counts& counter) {
+    const Document* document = documents[static_cast<std::size_t>(index / plan.kv_heads)];
+    set.kernels.backward(plan, {document, index % plan.kv_heads, 0, document->q_length}, out, workspace, counter);
+  });
+  if (options.statistics) {
+    result.statistics.ds = counts.weights.octaves();
+    result.statistics.flushed_ds = counts.weights.flushed_share();
+  }
+  result.timing.compute_ms = clock.milliseconds() - result.timing.quantize_ms;
+  return result;
+}
+
+}  // namespace mxflash::cpu

@@ -1,0 +1,94 @@
+#include "cpu/kernels.hpp"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/kernels.cpp"
+#include "hwy/foreach_target.h"
+//
+#include "cpu/attention-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace mxflash::cpu::HWY_NAMESPACE {
+
+template <class Multiply>
+void forward(const Plan& plan, const Item& item, const Forward& out, Workspace& work, Counts& counts) {
+  Unit<Multiply>(plan, item, work, counts).forward(out);
+}
+
+template <class Multiply>
+void backward(const Plan& plan, const Item& item, const Backward& out, Workspace& work, Counts& counts) {
+  Unit<Multiply>(plan, item, work, counts).backward(out);
+}
+
+void quantize(const Plan& plan, const TokenOperand& operand, Side side, const Item& item, std::int64_t head, float* x,
+              std::int32_t* exponents, Workspace& work) {
+  const Document& document = *item.document;
+  const std::int64_t begin = side == Side::query ? document.q_begin : document.k_begin;
+  const std::int64_t length = side == Side::query ? document.q_length : document.k_length;
+  const std::int64_t row = item.query_begin;
+  work.block.require(kLargestDims * kBlockSize);
+  work.rows.require(kLargestDims * kBlockSize);
+  TokenBlock block;
+  make_block(plan, operand, {begin + row, row, head, static_cast<std::size_t>(HWY_MIN(kBlockRows, length - row))},
+             length, work, block);
+  for (std::size_t i = 0; i < block.dims * kBlockSize; ++i) x[i] = block.x[i];
+  for (std::size_t lane = 0; lane < kBlockSize; ++lane) exponents[lane] = block.exponent[lane];
+}
+
+template <class Multiply>
+Kernels kernels_of() {
+  return {forward<Multiply>, backward<Multiply>, quantize};
+}
+
+Kernels fma_kernels() { return kernels_of<FmaMultiply>(); }
+#if HWY_TARGET == HWY_AVX3
+Kernels amx_kernels() { return kernels_of<AmxMultiply>(); }
+#endif
+
+}  // namespace mxflash::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+
+#include "cpu/amx.hpp"
+
+namespace mxflash::cpu {
+namespace {
+
+template <std::int64_t Target>
+bool has() {
+  return (hwy::SupportedTargets() & Target) != 0;
+}
+
+bool always() { return true; }
+
+std::vector<InstructionSet> make_sets() {
+  std::vector<InstructionSet> sets;
+#if HWY_TARGETS & HWY_AVX3
+  sets.push_back({"amx", "AMX tiles of BF16", "a CPU with AMX-BF16 and AVX-512, and a system that lets programs use it",
+                  has_amx, false, N_AVX3::amx_kernels()});
+  sets.push_back({"avx512", "FP32 multiply-adds, 16 lanes", "a CPU with AVX-512 (F, BW, CD, DQ, VL)", has<HWY_AVX3>,
+                  true, N_AVX3::fma_kernels()});
+#endif
+#if HWY_TARGETS & HWY_AVX2
+  sets.push_back({"avx2", "FP32 multiply-adds, 8 lanes", "a CPU with AVX2 and FMA", has<HWY_AVX2>, true,
+                  N_AVX2::fma_kernels()});
+#endif
+#if HWY_TARGETS & HWY_NEON
+  sets.push_back({"neon", "FP32 multiply-adds, 4 lanes", "a CPU with NEON", has<HWY_NEON>, true,
+                  N_NEON::fma_kernels()});
+#endif
+#if HWY_TARGETS & HWY_SCALAR
+  sets.push_back({"scalar", "FP32 one at a time", "", always, true, N_SCALAR::fma_kernels()});
+#endif
+  return sets;
+}
+
+}  // namespace
+
+const std::vector<InstructionSet>& instruction_sets() {
+  static const std::vector<InstructionSet> sets = make_sets();
+  return sets;
+}
+
+}  // namespace mxflash::cpu
+#endif  // HWY_ONCE

@@ -1,0 +1,82 @@
+#include "cpu/scalar.hpp"
+
+#include <cmath>
+#include <limits>
+#include <numbers>
+
+#include "quantize/scales.hpp"
+
+namespace mxflash::cpu {
+
+RoundTo round_to(Encoding encoding) {
+  constexpr int kFp32Mantissa = 23;
+  if (encoding == Encoding::f32) return {};
+  RoundTo out;
+  out.rounds = true;
+  int least = -126;
+  out.mantissa_bits = 7;  // bf16
+  if (const auto format = element_format(encoding)) {
+    const FormatSpec spec = spec_of(*format);
+    out.saturates = true;
+    out.max = spec.max;
+    out.mantissa_bits = spec.mantissa_bits;
+    least = 1 - spec.bias;
+  }
+  out.least_field = (least + 127) << kFp32Mantissa;
+  out.magic = ((kFp32Mantissa - out.mantissa_bits) << kFp32Mantissa) + 0x400000;
+  return out;
+}
+
+void block_scales(const Operand& operand, int count, const float* maxima, float* encode, float* decode,
+                  std::int32_t* exponents) {
+  const bool divides = operand.encoding == Encoding::nvfp4;
+  for (int i = 0; i < count; ++i) {
+    const BlockScale scale = block_scale(operand, maxima[i]);
+    exponents[i] = scale.exponent;
+    if (divides) {
+      encode[i] = scale.divisor == 0.0F ? 1.0F : scale.divisor;
+      decode[i] = scale.divisor;
+    } else {
+      encode[i] = detail::pow2(-scale.exponent);
+      decode[i] = detail::pow2(scale.exponent);
+    }
+  }
+}
+
+void second_levels(int count, const float* maxima, std::int32_t* exponents) {
+  for (int i = 0; i < count; ++i) exponents[i] = second_level_exponent(maxima[i]);
+}
+
+void load_row(const TensorView& tensor, std::int64_t token, std::int64_t head, float* row) {
+  for (std::int64_t d = 0; d < tensor.dims(); ++d) row[d] = tensor.at(token, head, d);
+}
+
+void convert_row(DType dtype, const float* row, std::int64_t count, std::byte* data, std::int64_t offset) {
+  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  for (std::int64_t i = 0; i < count; ++i) store_element(data + (offset + i) * size, dtype, row[i]);
+}
+
+float log_sum(bool sees, double sum, float reference) {
+  if (!sees) return -std::numeric_limits<float>::infinity();
+  return static_cast<float>(std::numbers::ln2 * (static_cast<double>(reference) + std::log2(sum)));
+}
+
+void count_probability(OctaveCounter& counter, double exponent, double sum, bool flushed) {
+  counter.count(static_cast<float>(std::exp2(exponent) / sum), flushed);
+}
+
+void count_gradients(OctaveCounter& counter, const float* before, const float* after, int count) {
+  for (int i = 0; i < count; ++i) counter.count(before[i], after[i] == 0.0F);
+}
+
+int static_exponent(const Operand& weights) { return spec_of(*element_format(weights.encoding)).max_exponent; }
+
+GroupRule group_rule(const Operand& weights) {
+  const Format format = *element_format(weights.encoding);
+  if (weights.rule == ScaleRule::floor) return {static_cast<float>(-spec_of(format).max_exponent), 2.0F};
+  const float limit = weights.rule == ScaleRule::uos ? uos_threshold(format) : spec_of(format).max;
+  const int exponent = detail::floor_log2(detail::bits_of(limit));
+  return {static_cast<float>(-exponent), limit * detail::pow2(-exponent)};
+}
+
+}  // namespace mxflash::cpu

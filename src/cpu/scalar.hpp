@@ -1,0 +1,57 @@
+// What kernels call out of line, once per row or block: shared inline code must not be instantiated where it would be
+// compiled for one instruction set and linked into all.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/plan.hpp"
+#include "reference/weights.hpp"
+
+namespace mxflash::cpu {
+
+/// How a format rounds, in FP32 bits: adding and subtracting 1.5 2^(exponent + 23 - mantissa bits) leaves the mantissa
+/// bits that the format has, with the exponent held at or above that of the smallest normal number.
+struct RoundTo {
+  bool rounds = false;          ///< Not for f32.
+  bool saturates = false;       ///< Not for bf16.
+  std::int32_t least_field = 0; ///< Exponent field of the smallest normal number, in place.
+  std::int32_t magic = 0;
+  int mantissa_bits = 23;
+  float max = 0;
+};
+RoundTo round_to(Encoding encoding);
+
+/// Scales of `count` blocks of a token operand or of dS from their maxima: x encode is rounded, then multiplied by
+/// decode. With nvfp4, encode divides. `exponents` are those of power-of-two scales.
+void block_scales(const Operand& operand, int count, const float* maxima, float* encode, float* decode,
+                  std::int32_t* exponents);
+
+/// nvfp4's adaptive second level.
+void second_levels(int count, const float* maxima, std::int32_t* exponents);
+
+/// One row of any type and strides, widened.
+void load_row(const TensorView& tensor, std::int64_t token, std::int64_t head, float* row);
+
+/// To any type, from element `offset` on; NaN stays NaN.
+void convert_row(DType dtype, const float* row, std::int64_t count, std::byte* data, std::int64_t offset);
+
+/// Natural logarithm of sum 2^reference; -inf where nothing is seen.
+float log_sum(bool sees, double sum, float reference);
+
+/// A weight 2^exponent / sum of the forward.
+void count_probability(OctaveCounter& counter, double exponent, double sum, bool flushed);
+/// dS before and after quantization.
+void count_gradients(OctaveCounter& counter, const float* before, const float* after, int count);
+
+/// Exponent that static weights are encoded with: log2 of what multiplies them.
+int static_exponent(const Operand& weights);
+
+/// `group_exponent` of a group's largest base-2 logit g is floor(g) + offset, + 1 where 2^(g - floor(g)) >
+/// `significand`; 2 counts as 1 of the next octave.
+struct GroupRule {
+  float offset = 0;
+  float significand = 2;
+};
+GroupRule group_rule(const Operand& weights);
+
+}  // namespace mxflash::cpu

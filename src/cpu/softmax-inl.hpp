@@ -1,0 +1,331 @@
+// P of one block of 32 queries against all keys it sees: tiles of 32 keys x 32 queries, queries in the lanes.
+#if defined(MXFLASH_CPU_SOFTMAX_INL) == defined(HWY_TARGET_TOGGLE)
+#ifdef MXFLASH_CPU_SOFTMAX_INL
+#undef MXFLASH_CPU_SOFTMAX_INL
+#else
+#define MXFLASH_CPU_SOFTMAX_INL
+#endif
+
+#include "cpu/simd-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace mxflash::cpu::HWY_NAMESPACE {
+
+inline constexpr std::size_t kTileSize = kBlockSize * kBlockSize;
+
+/// A tile of keys as one block of queries meets it.
+struct Tile {
+  std::int32_t key = 0;         ///< First key, document-relative.
+  bool masked = false;          ///< Some pair of it is not visible.
+  bool cut = false;             ///< Takes the operands of cut tiles.
+  const std::int32_t* folds = nullptr;  ///< V's exponents; none: V does not fold here.
+};
+
+/// What a row of P needs to know, by lane. t includes V's exponent, s does not.
+struct Rows {
+  std::int32_t begin[kBlockSize];  ///< Visible keys.
+  std::int32_t end[kBlockSize];
+  float largest_t[kBlockSize];
+  float largest_s[kBlockSize];
+  float largest_fold[kBlockSize];
+  float reference[kBlockSize];     ///< m: the least integer not below t.
+  float reference_s[kBlockSize];   ///< The same of s: what l is held relative to.
+  std::int32_t shift[kBlockSize];  ///< m - reference_s.
+  double sum[kBlockSize];          ///< l 2^shift, times Plan.unit.
+  double plain_sum[kBlockSize];    ///< The same before quantization; only with WeightRule.counts_plain.
+  float most_fold = 0;             ///< Largest of largest_fold.
+};
+
+/// How P is quantized on one kind of tile.
+struct WeightRule {
+  RoundTo to;
+  bool in_groups = false;
+  GroupRule group;
+  float log2_scale = 0;      ///< Static P is encoded times 2^this.
+  float factor = 1;          ///< From a code to units of Plan.unit.
+  float smallest_normal = 0;
+  Exponential exponential = Exponential::exact;
+  float unit = 1;
+  bool counts_plain = false;
+};
+
+struct ExactExponential {
+  static HWY_INLINE VF of(VF t, std::size_t /*pair*/) { return exp2(t); }
+};
+/// Mitchell's: the logarithm's fixed point read as a float.
+struct MitchellExponential {
+  static HWY_INLINE VF of(VF t, std::size_t /*pair*/) {
+    const VF held = hn::Max(hn::Sub(t, hn::Set(kF, 0.0695F)), hn::Set(kF, -127.0F));
+    const VF whole = hn::Floor(held);
+    const VI fraction = hn::ConvertTo(kI, hn::Mul(hn::Sub(held, whole), hn::Set(kF, 8388608.0F)));
+    const VI field = hn::ShiftLeft<23>(hn::Add(hn::ConvertTo(kI, whole), hn::Set(kI, 127)));
+    return hn::IfThenElseZero(hn::Gt(held, hn::Set(kF, -127.0F)), hn::BitCast(kF, hn::Add(field, fraction)));
+  }
+};
+/// Schraudolph's, in the bits of a BF16, for five of eight pairs of keys.
+struct SchraudolphExponential {
+  static HWY_INLINE VF of(VF t, std::size_t pair) {
+    if (pair % 8 >= 5) return exp2(t);
+    const VF held = hn::Max(t, hn::Set(kF, -127.0F));
+    const VF bits = hn::MulAdd(hn::Add(held, hn::Set(kF, 127.0F)), hn::Set(kF, 128.0F), hn::Set(kF, -7.0F));
+    const VI clamped = hn::Min(hn::Max(hn::NearestInt(bits), hn::Zero(kI)), hn::Set(kI, 32639));
+    return hn::BitCast(kF, hn::ShiftLeft<16>(clamped));
+  }
+};
+
+HWY_INLINE void start_rows(Rows& rows) {
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    hn::StoreU(minus_infinity(), kF, rows.largest_t + lane);
+    hn::StoreU(minus_infinity(), kF, rows.largest_s + lane);
+    hn::StoreU(hn::Set(kF, -127.0F), kF, rows.largest_fold + lane);
+  }
+  for (std::size_t lane = 0; lane < kBlockSize; ++lane) rows.sum[lane] = rows.plain_sum[lane] = 0;
+}
+
+/// Dot products to logits in place, -inf where masked, and their maxima.
+HWY_INLINE void score_tile(const Tile& tile, float factor, float* tile_scores, Rows& rows) {
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    const VI before = hn::Sub(hn::LoadU(kI, rows.begin + lane), hn::Set(kI, 1));
+    const VI end = hn::LoadU(kI, rows.end + lane);
+    VF largest_t = hn::LoadU(kF, rows.largest_t + lane);
+    VF largest_s = hn::LoadU(kF, rows.largest_s + lane);
+    VF largest_fold = hn::LoadU(kF, rows.largest_fold + lane);
+    for (std::size_t key = 0; key < kBlockSize; ++key) {
+      float* at = tile_scores + key * kBlockSize + lane;
+      const VF fold = hn::Set(kF, tile.folds == nullptr ? 0.0F : static_cast<float>(tile.folds[key]));
+      VF s = hn::Mul(hn::Load(kF, at), hn::Set(kF, factor));
+      VF counted_fold = fold;
+      if (tile.masked) {
+        const VI position = hn::Set(kI, tile.key + static_cast<std::int32_t>(key));
+        const MF visible = hn::RebindMask(kF, hn::And(hn::Gt(position, before), hn::Lt(position, end)));
+        s = hn::IfThenElse(visible, s, minus_infinity());
+        counted_fold = hn::IfThenElse(visible, fold, hn::Set(kF, -127.0F));
+      }
+      const VF t = hn::Add(s, fold);
+      hn::Store(t, kF, at);
+      largest_t = hn::Max(largest_t, t);
+      largest_s = hn::Max(largest_s, s);
+      if (tile.folds != nullptr) largest_fold = hn::Max(largest_fold, counted_fold);
+    }
+    hn::StoreU(largest_t, kF, rows.largest_t + lane);
+    hn::StoreU(largest_s, kF, rows.largest_s + lane);
+    hn::StoreU(largest_fold, kF, rows.largest_fold + lane);
+  }
+}
+
+/// The row references, from the maxima.
+HWY_INLINE void reference_rows(Rows& rows) {
+  VF most = hn::Set(kF, -127.0F);
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    const VF t = hn::LoadU(kF, rows.largest_t + lane);
+    const VF s = hn::LoadU(kF, rows.largest_s + lane);
+    const VF m = hn::IfThenElseZero(hn::Gt(t, minus_infinity()), hn::Ceil(t));
+    const VF m_s = hn::IfThenElseZero(hn::Gt(s, minus_infinity()), hn::Ceil(s));
+    hn::StoreU(m, kF, rows.reference + lane);
+    hn::StoreU(m_s, kF, rows.reference_s + lane);
+    hn::StoreU(hn::NearestInt(hn::Sub(m, m_s)), kI, rows.shift + lane);
+    most = hn::Max(most, hn::LoadU(kF, rows.largest_fold + lane));
+  }
+  rows.most_fold = hn::GetLane(hn::MaxOfLanes(kF, most));
+}
+
+/// Logits beyond this are equal: the sums of FP32 know no more.
+inline constexpr float kLargestLogit = 1e30F;
+
+HWY_INLINE bool overflows(const Rows& rows) {
+  for (const float t : rows.largest_t) {
+    if (t > kLargestLogit) return true;
+  }
+  return false;
+}
+
+HWY_INLINE void hold_scores(float* scores, std::size_t count, Rows& rows) {
+  for (std::size_t i = 0; i < count; i += kLanes) {
+    hn::Store(hn::Min(hn::Load(kF, scores + i), hn::Set(kF, kLargestLogit)), kF, scores + i);
+  }
+  for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
+    rows.largest_t[lane] = HWY_MIN(rows.largest_t[lane], kLargestLogit);
+    rows.largest_s[lane] = HWY_MIN(rows.largest_s[lane], kLargestLogit);
+  }
+}
+
+/// log2 of what divides the weights before they are rounded, and the factor from their codes, by lane.
+struct TileScales {
+  float log2_divisor[kBlockSize];
+  float factor[kBlockSize];
+};
+
+HWY_INLINE TileScales tile_scales(const WeightRule& rule, const float* tile_scores, const Rows& rows) {
+  TileScales out;
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    const VF m = hn::LoadU(kF, rows.reference + lane);
+    if (!rule.in_groups) {
+      hn::StoreU(hn::Sub(m, hn::Set(kF, rule.log2_scale)), kF, out.log2_divisor + lane);
+      hn::StoreU(hn::Set(kF, rule.factor), kF, out.factor + lane);
+      continue;
+    }
+    VF g = minus_infinity();
+    for (std::size_t key = 0; key < kBlockSize; ++key) {
+      g = hn::Max(g, hn::Load(kF, tile_scores + key * kBlockSize + lane));
+    }
+    const MF any = hn::Gt(g, minus_infinity());
+    g = hn::IfThenElse(any, g, m);
+    VF octave = hn::Floor(g);
+    VF significand = exp2(hn::Sub(g, octave));
+    const MF next = hn::Ge(significand, hn::Set(kF, 2.0F));
+    octave = hn::IfThenElse(next, hn::Add(octave, hn::Set(kF, 1.0F)), octave);
+    significand = hn::IfThenElse(next, hn::Set(kF, 1.0F), significand);
+    const VF above = hn::IfThenElseZero(hn::Gt(significand, hn::Set(kF, rule.group.significand)), hn::Set(kF, 1.0F));
+    const VF exponent = hn::Add(hn::Add(octave, hn::Set(kF, rule.group.offset)), above);
+    const VF scale = hn::IfThenElse(any, hn::Max(exponent, hn::Sub(m, hn::Set(kF, 127.0F))), m);
+    hn::StoreU(scale, kF, out.log2_divisor + lane);
+    hn::StoreU(hn::Mul(pow2(hn::NearestInt(hn::Sub(scale, m))), hn::Set(kF, rule.unit)), kF, out.factor + lane);
+  }
+  return out;
+}
+
+/// Powers of two that take P to what a key counts in l: 2^(base - fold_j), and 2^(shift - base) by lane.
+struct FoldFactors {
+  float by_key[kBlockSize];
+  float by_lane[kBlockSize];
+  bool plain = true;  ///< All of them finite powers of two, no key of the tile light.
+};
+
+HWY_INLINE FoldFactors fold_factors(const Tile& tile, const Rows& rows) {
+  constexpr std::int32_t kLight = 3;   // docs/numerics.md: octaves below the row's largest exponent of V
+  constexpr std::int32_t kSpread = 60;  // keeps products of both factors and a weight inside FP32
+  FoldFactors out;
+  if (tile.folds == nullptr) {
+    // The row's other tiles may fold, so it may have a shift.
+    for (std::size_t i = 0; i < kBlockSize; i += kLanes) {
+      hn::StoreU(hn::Set(kF, 1.0F), kF, out.by_key + i);
+      hn::StoreU(pow2(hn::LoadU(kI, rows.shift + i)), kF, out.by_lane + i);
+    }
+    return out;
+  }
+  std::int32_t least = tile.folds[0];
+  std::int32_t base = tile.folds[0];
+  for (std::size_t key = 1; key < kBlockSize; ++key) {
+    least = HWY_MIN(least, tile.folds[key]);
+    base = HWY_MAX(base, tile.folds[key]);
+  }
+  out.plain = least > -127 && least + kLight > static_cast<std::int32_t>(rows.most_fold) && base - least <= kSpread;
+  for (std::size_t i = 0; i < kBlockSize; i += kLanes) {
+    const VI fold = hn::LoadU(kI, tile.folds + i);
+    hn::StoreU(pow2(hn::Sub(hn::Set(kI, base), fold)), kF, out.by_key + i);
+    hn::StoreU(pow2(hn::Sub(hn::LoadU(kI, rows.shift + i), hn::Set(kI, base))), kF, out.by_lane + i);
+  }
+  return out;
+}
+
+/// P to `sink`, and its share of the row sums. `Sink::put(pair, lane, P of two keys, what they count in l)`.
+template <class Exp, class Sink>
+HWY_INLINE void weigh_plain(const WeightRule& rule, const TileScales& scales, const FoldFactors& folds,
+                            const float* tile_scores, const Sink& sink, Rows& rows) {
+  const NearestRounder round(rule.to);
+  float counted[kBlockSize];
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    const VF divisor = hn::LoadU(kF, scales.log2_divisor + lane);
+    const VF factor = hn::LoadU(kF, scales.factor + lane);
+    const VF by_lane = hn::LoadU(kF, folds.by_lane + lane);
+    VF sum = hn::Zero(kF);
+    for (std::size_t pair = 0; pair < kBlockSize / 2; ++pair) {
+      const float* at = tile_scores + 2 * pair * kBlockSize + lane;
+      VF even = round(Exp::of(hn::Sub(hn::Load(kF, at), divisor), pair));
+      VF odd = round(Exp::of(hn::Sub(hn::Load(kF, at + kBlockSize), divisor), pair));
+      if (rule.in_groups || rule.factor != 1.0F) {
+        even = hn::Mul(even, factor);
+        odd = hn::Mul(odd, factor);
+      }
+      const VF even_counted = hn::Mul(even, hn::Set(kF, folds.by_key[2 * pair]));
+      const VF odd_counted = hn::Mul(odd, hn::Set(kF, folds.by_key[2 * pair + 1]));
+      sum = hn::Add(hn::Add(sum, even_counted), odd_counted);
+      sink.put(pair, lane, even, odd, hn::Mul(even_counted, by_lane), hn::Mul(odd_counted, by_lane));
+    }
+    hn::StoreU(hn::Mul(sum, by_lane), kF, counted + lane);
+  }
+  for (std::size_t lane = 0; lane < kBlockSize; ++lane) rows.sum[lane] += static_cast<double>(counted[lane]);
+}
+
+/// One key of weigh_any: P, and what it counts in l before and after quantization.
+struct Weighed {
+  VF p;
+  VF counted;
+  VF plain;
+};
+
+template <class Exp>
+HWY_INLINE Weighed weigh_key(const WeightRule& rule, const NearestRounder& round, const TileScales& scales,
+                             const Tile& tile, std::size_t key, std::size_t lane, VF t, const Rows& rows) {
+  const std::int32_t fold = tile.folds == nullptr ? 0 : tile.folds[key];
+  const VF code = round(Exp::of(hn::Sub(t, hn::LoadU(kF, scales.log2_divisor + lane)), key / 2));
+  Weighed out;
+  out.p = hn::Mul(code, hn::LoadU(kF, scales.factor + lane));
+  const VF s = hn::Sub(t, hn::Set(kF, static_cast<float>(fold)));
+  out.plain = hn::Mul(Exp::of(hn::Sub(s, hn::LoadU(kF, rows.reference_s + lane)), key / 2), hn::Set(kF, rule.unit));
+  out.counted = hn::Mul(out.p, pow2(hn::Sub(hn::LoadU(kI, rows.shift + lane), hn::Set(kI, fold))));
+  if (tile.folds != nullptr && rule.smallest_normal > 0) {
+    const VF light = hn::Set(kF, static_cast<float>(fold + 3));
+    MF is_light = hn::Le(light, hn::LoadU(kF, rows.largest_fold + lane));
+    if (fold == -127) is_light = hn::Eq(light, light);
+    is_light = hn::And(is_light, hn::Lt(code, hn::Set(kF, rule.smallest_normal)));
+    out.counted = hn::IfThenElse(is_light, out.plain, out.counted);
+  }
+  return out;
+}
+
+/// The same for any tile, light keys and far exponents included. Where both apply they give the same bits: a factor of a
+/// power of two rounds nothing.
+template <class Exp, class Sink>
+HWY_INLINE void weigh_any(const WeightRule& rule, const TileScales& scales, const Tile& tile, const float* tile_scores,
+                          const Sink& sink, Rows& rows) {
+  const NearestRounder round(rule.to);
+  float counted[kBlockSize];
+  float plain[kBlockSize];
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    VF sum = hn::Zero(kF);
+    VF plain_sum = hn::Zero(kF);
+    for (std::size_t pair = 0; pair < kBlockSize / 2; ++pair) {
+      const float* at = tile_scores + 2 * pair * kBlockSize + lane;
+      const Weighed even = weigh_key<Exp>(rule, round, scales, tile, 2 * pair, lane, hn::Load(kF, at), rows);
+      const Weighed odd =
+          weigh_key<Exp>(rule, round, scales, tile, 2 * pair + 1, lane, hn::Load(kF, at + kBlockSize), rows);
+      sum = hn::Add(hn::Add(sum, even.counted), odd.counted);
+      plain_sum = hn::Add(hn::Add(plain_sum, even.plain), odd.plain);
+      sink.put(pair, lane, even.p, odd.p, even.counted, odd.counted);
+    }
+    hn::StoreU(sum, kF, counted + lane);
+    hn::StoreU(plain_sum, kF, plain + lane);
+  }
+  for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
+    rows.sum[lane] += static_cast<double>(counted[lane]);
+    rows.plain_sum[lane] += static_cast<double>(plain[lane]);
+  }
+}
+
+template <class Exp, class Sink>
+HWY_INLINE void weigh_with(const WeightRule& rule, const Tile& tile, const float* tile_scores, const Sink& sink,
+                           Rows& rows) {
+  const TileScales scales = tile_scales(rule, tile_scores, rows);
+  const FoldFactors folds = fold_factors(tile, rows);
+  if (folds.plain && !rule.counts_plain) {
+    weigh_plain<Exp>(rule, scales, folds, tile_scores, sink, rows);
+  } else {
+    weigh_any<Exp>(rule, scales, tile, tile_scores, sink, rows);
+  }
+}
+
+template <class Sink>
+HWY_INLINE void weigh_tile(const WeightRule& rule, const Tile& tile, const float* tile_scores, const Sink& sink,
+                           Rows& rows) {
+  switch (rule.exponential) {
+    case Exponential::exact: return weigh_with<ExactExponential>(rule, tile, tile_scores, sink, rows);
+    case Exponential::mitchell: return weigh_with<MitchellExponential>(rule, tile, tile_scores, sink, rows);
+    case Exponential::schraudolph: return weigh_with<SchraudolphExponential>(rule, tile, tile_scores, sink, rows);
+  }
+}
+
+}  // namespace mxflash::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

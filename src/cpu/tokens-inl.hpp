@@ -1,0 +1,266 @@
+// The fused quantizer: a block of 32 tokens of one head is read once, turned so that tokens lie in the lanes, rotated and
+// quantized in place.
+#if defined(MXFLASH_CPU_TOKENS_INL) == defined(HWY_TARGET_TOGGLE)
+#ifdef MXFLASH_CPU_TOKENS_INL
+#undef MXFLASH_CPU_TOKENS_INL
+#else
+#define MXFLASH_CPU_TOKENS_INL
+#endif
+
+#include "cpu/simd-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace mxflash::cpu::HWY_NAMESPACE {
+
+/// Where a block of tokens lies.
+struct TokenPlace {
+  std::int64_t first = 0;  ///< Token of the first lane, in the tensor.
+  std::int64_t row = 0;    ///< The same in its document.
+  std::int64_t head = 0;
+  std::size_t count = 0;  ///< Lanes in use, 1 to 32; the others are zero.
+};
+
+struct TokenBlock {
+  float* x = nullptr;  ///< [dims][32]
+  std::size_t dims = 0;
+  std::int32_t exponent[kBlockSize] = {};  ///< The folding exponent, or nvfp4's second level; else 0.
+  std::int32_t poisoned[kBlockSize] = {};
+  bool any_poisoned = false;
+};
+
+inline constexpr std::size_t kLargestDims = 256;
+
+HWY_INLINE void widen_row(const TensorView& tensor, std::int64_t token, std::int64_t head, float* row) {
+  if (tensor.stride[2] != 1) {
+    load_row(tensor, token, head, row);
+    return;
+  }
+#if HWY_TARGET != HWY_SCALAR
+  const std::int64_t offset = token * tensor.stride[0] + head * tensor.stride[1];
+  const auto dims = static_cast<std::size_t>(tensor.shape[2]);
+  using Half = hn::Rebind<std::uint16_t, U32>;
+  if (tensor.dtype == DType::bf16 && dims % kLanes == 0) {
+    const auto* from = reinterpret_cast<const std::uint16_t*>(tensor.data) + offset;
+    for (std::size_t d = 0; d < dims; d += kLanes) {
+      const VU wide = hn::PromoteTo(kU, hn::LoadU(Half(), from + d));
+      hn::StoreU(hn::BitCast(kF, hn::ShiftLeft<16>(wide)), kF, row + d);
+    }
+    return;
+  }
+  if (tensor.dtype == DType::f32 && dims % kLanes == 0) {
+    const auto* from = reinterpret_cast<const float*>(tensor.data) + offset;
+    for (std::size_t d = 0; d < dims; d += kLanes) hn::StoreU(hn::LoadU(kF, from + d), kF, row + d);
+    return;
+  }
+#endif
+  load_row(tensor, token, head, row);
+}
+
+/// Butterflies between rows of x: the same additions in the same order as the reference's, token by token.
+HWY_INLINE void hadamard(float* x, std::size_t dims) {
+  for (std::size_t half = 1; half < dims; half *= 2) {
+    for (std::size_t start = 0; start < dims; start += 2 * half) {
+      for (std::size_t d = start; d < start + half; ++d) {
+        for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+          float* low = x + d * kBlockSize + lane;
+          float* high = low + half * kBlockSize;
+          const VF a = hn::Load(kF, low);
+          const VF b = hn::Load(kF, high);
+          hn::Store(hn::Add(a, b), kF, low);
+          hn::Store(hn::Sub(a, b), kF, high);
+        }
+      }
+    }
+  }
+}
+
+HWY_INLINE void scale_all(float* x, std::size_t dims, float factor) {
+  for (std::size_t i = 0; i < dims * kBlockSize; i += kLanes) {
+    hn::Store(hn::Mul(hn::Load(kF, x + i), hn::Set(kF, factor)), kF, x + i);
+  }
+}
+
+/// x[d][lane] *= factor[lane].
+HWY_INLINE void scale_lanes(float* x, std::size_t dims, const float* factor) {
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    const VF f = hn::LoadU(kF, factor + lane);
+    for (std::size_t d = 0; d < dims; ++d) {
+      float* at = x + d * kBlockSize + lane;
+      hn::Store(hn::Mul(hn::Load(kF, at), f), kF, at);
+    }
+  }
+}
+
+HWY_INLINE void poison(TokenBlock& block) {
+  block.any_poisoned = false;
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    VI largest = hn::Zero(kI);
+    for (std::size_t d = 0; d < block.dims; ++d) {
+      const VI bits = hn::BitCast(kI, hn::Load(kF, block.x + d * kBlockSize + lane));
+      largest = hn::Max(largest, hn::And(bits, hn::Set(kI, 0x7FFFFFFF)));
+    }
+    const auto bad = hn::Gt(largest, hn::Set(kI, 0x7F7FFFFF));
+    hn::StoreU(hn::IfThenElseZero(bad, hn::Set(kI, 1)), kI, block.poisoned + lane);
+    if (hn::AllFalse(kI, bad)) continue;
+    block.any_poisoned = true;
+    for (std::size_t d = 0; d < block.dims; ++d) {
+      float* at = block.x + d * kBlockSize + lane;
+      hn::Store(hn::IfThenZeroElse(hn::RebindMask(kF, bad), hn::Load(kF, at)), kF, at);
+    }
+  }
+}
+
+/// Fills block.x from the tensor, rotated where the operand asks for it; poisoned tokens are zero.
+HWY_INLINE void load_block(const TokenOperand& operand, int rotation_shift, const TokenPlace& place, float* rows,
+                           TokenBlock& block) {
+  const TensorView& tensor = *operand.tensor;
+  block.dims = static_cast<std::size_t>(tensor.shape[2]);
+  for (std::size_t lane = 0; lane < place.count; ++lane) {
+    widen_row(tensor, place.first + static_cast<std::int64_t>(lane), place.head, rows + lane * block.dims);
+  }
+  for (std::size_t i = place.count * block.dims; i < kBlockSize * block.dims; ++i) rows[i] = 0.0F;
+  transpose(reinterpret_cast<const std::uint32_t*>(rows), block.dims, kBlockSize, block.dims,
+            reinterpret_cast<std::uint32_t*>(block.x), kBlockSize);
+  if (operand.rotate) {
+    scale_all(block.x, block.dims, hn::GetLane(pow2(hn::Set(kI, -rotation_shift))));
+    hadamard(block.x, block.dims);
+  }
+  poison(block);
+}
+
+/// Largest |x| by lane over rows [begin, end).
+HWY_INLINE void lane_maxima(const float* x, std::size_t begin, std::size_t end, float* maxima) {
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    VF largest = hn::Zero(kF);
+    for (std::size_t d = begin; d < end; ++d) {
+      largest = hn::Max(largest, hn::Abs(hn::Load(kF, x + d * kBlockSize + lane)));
+    }
+    hn::StoreU(largest, kF, maxima + lane);
+  }
+}
+
+/// Replaces every lane of `values` by the largest of its group of `size` lanes.
+HWY_INLINE void spread_maximum(float* values, std::size_t size) {
+  for (std::size_t begin = 0; begin < kBlockSize; begin += size) {
+    float largest = values[begin];
+    for (std::size_t i = begin + 1; i < begin + size; ++i) largest = values[i] > largest ? values[i] : largest;
+    for (std::size_t i = begin; i < begin + size; ++i) values[i] = largest;
+  }
+}
+
+/// Scales of 32 lanes, as block_scales gives them.
+struct LaneScales {
+  float encode[kBlockSize];
+  float decode[kBlockSize];
+  std::int32_t exponent[kBlockSize];
+};
+
+/// Rounds rows [begin, end) of x in place to what their codes decode to.
+class LaneEncoder {
+ public:
+  LaneEncoder(const Operand& operand, const RandomPlace& random)
+      : nearest_(round_to(operand.encoding)),
+        stochastic_(round_to(operand.encoding)),
+        random_(random),
+        divides_(operand.encoding == Encoding::nvfp4 || operand.block == Block{0, 0}),
+        by_chance_(operand.rounding == Rounding::stochastic) {}
+
+  /// `column` is that of row `begin`.
+  HWY_INLINE void run(float* x, std::size_t begin, std::size_t end, const LaneScales& scales, bool decodes,
+                      std::uint32_t column) const {
+    for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+      const VF encode = hn::LoadU(kF, scales.encode + lane);
+      const VF decode = decodes ? hn::LoadU(kF, scales.decode + lane) : hn::Set(kF, 1.0F);
+      for (std::size_t d = begin; d < end; ++d) {
+        float* at = x + d * kBlockSize + lane;
+        const VF scaled = divides_ ? hn::Div(hn::Load(kF, at), encode) : hn::Mul(hn::Load(kF, at), encode);
+        const VF code =
+            by_chance_
+                ? stochastic_(scaled, random_bits(random_, lane, column + static_cast<std::uint32_t>(d - begin)))
+                : nearest_(scaled);
+        hn::Store(hn::Mul(code, decode), kF, at);
+      }
+    }
+  }
+
+ private:
+  NearestRounder nearest_;
+  StochasticRounder stochastic_;
+  RandomPlace random_;
+  bool divides_;
+  bool by_chance_;
+};
+
+/// Divides by nvfp4's second level: per token, or one over all rows of the strip, given as `strip_maximum`.
+HWY_INLINE void apply_second_level(const Operand& operand, float strip_maximum, TokenBlock& block) {
+  if (operand.second_level != SecondLevel::adaptive) return;
+  float maxima[kBlockSize];
+  lane_maxima(block.x, 0, block.dims, maxima);
+  if (operand.block.rows != 1) {
+    for (float& maximum : maxima) maximum = strip_maximum;
+  }
+  second_levels(kBlockSize, maxima, block.exponent);
+  float factor[kBlockSize];
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    hn::StoreU(pow2(hn::Neg(hn::LoadU(kI, block.exponent + lane))), kF, factor + lane);
+  }
+  scale_lanes(block.x, block.dims, factor);
+}
+
+HWY_INLINE void quantize_scaled(const Operand& operand, const RandomPlace& random, TokenBlock& block) {
+  const LaneEncoder encoder(operand, random);
+  const bool folds = operand.block.columns == 0;
+  const std::size_t width = folds ? block.dims : static_cast<std::size_t>(operand.block.columns);
+  const auto height = static_cast<std::size_t>(operand.block.rows);
+  float maxima[kBlockSize];
+  LaneScales scales;
+  for (std::size_t begin = 0; begin < block.dims; begin += width) {
+    const std::size_t end = HWY_MIN(begin + width, block.dims);
+    lane_maxima(block.x, begin, end, maxima);
+    spread_maximum(maxima, height);
+    block_scales(operand, kBlockSize, maxima, scales.encode, scales.decode, scales.exponent);
+    if (folds) {
+      for (std::size_t lane = 0; lane < kBlockSize; ++lane) block.exponent[lane] = scales.exponent[lane];
+    }
+    encoder.run(block.x, begin, end, scales, !folds, static_cast<std::uint32_t>(begin));
+  }
+}
+
+/// Codes' values in place of x, as `quantize` gives them.
+HWY_INLINE void quantize_block(const TokenOperand& operand, const RandomPlace& random, float strip_maximum,
+                               TokenBlock& block) {
+  for (std::int32_t& exponent : block.exponent) exponent = 0;
+  const Operand& how = operand.operand;
+  if (how.encoding == Encoding::f32) return;
+  if (how.encoding == Encoding::bf16) {
+    for (std::size_t i = 0; i < block.dims * kBlockSize; i += kLanes) {
+      hn::Store(round_bf16(hn::Load(kF, block.x + i)), kF, block.x + i);
+    }
+    return;
+  }
+  if (how.block.rows == 0) {  // tensor-wide
+    LaneScales scales;
+    for (float& encode : scales.encode) encode = operand.tensor_scale;
+    LaneEncoder(how, random).run(block.x, 0, block.dims, scales, false, 0);
+    return;
+  }
+  apply_second_level(how, strip_maximum, block);
+  quantize_scaled(how, random, block);
+}
+
+/// Multiplies the exponents in, down to -127, the least that E8M0 has: a subnormal factor.
+HWY_INLINE void apply_exponents(TokenBlock& block) {
+  float factor[kBlockSize];
+  bool any = false;
+  for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
+    const std::int32_t exponent = block.exponent[lane];
+    any = any || exponent != 0;
+    factor[lane] = exponent < -126 ? 0x1p-127F : __builtin_bit_cast(float, (exponent + 127) << 23);
+  }
+  if (any) scale_lanes(block.x, block.dims, factor);
+}
+
+}  // namespace mxflash::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
