@@ -219,10 +219,16 @@ TEST_P(StaticWeights, C2_GradientsOfTheDocumentedCodesWithAHotColumn) {
   const Recipe& recipe = GetParam();
   const Case plain = test::random_case(test::pack({{64, 64}, {33, 50}}), {.heads = 2, .kv_heads = 1});
   for (int hot = 0; hot < 4; ++hot) {
-    Case c = plain;
-    Tensor& tensor = hot == 0 ? c.q : hot == 1 ? c.k : hot == 2 ? c.v : c.dout;
-    for (std::int64_t i = 7; i < tensor.elements(); i += 32) tensor.set(i, 1e3F);
-    expect_documented(c, recipe, std::string("column 7 of ") + "qkvd"[hot]);
+    // All the same, or uneven with a scale that spreads the weights: logits are then 2^-4 of 20 off those of q and k.
+    for (const bool uneven : {false, true}) {
+      Case c = plain;
+      Tensor& tensor = hot == 0 ? c.q : hot == 1 ? c.k : hot == 2 ? c.v : c.dout;
+      for (std::int64_t i = 7; i < tensor.elements(); i += 32) {
+        tensor.set(i, uneven ? 1e3F * static_cast<float>(1 + 0.2 * test::uniform(3, 1, i)) : 1e3F);
+      }
+      if (uneven) c.problem.scale = 0.02F;
+      expect_documented(c, recipe, fmt::format("{}column 7 of {}", uneven ? "uneven " : "", "qkvd"[hot]));
+    }
   }
 }
 

@@ -202,7 +202,7 @@ TEST(RecipeJson, OtherThanAnObjectIsRefused) {
 
 TEST(RecipeJson, FieldsGivenTwiceAreRefused) {
   std::string text = to_json(shipped("mxfp8"));
-  text.replace(text.find("\"tau\": 0"), 8, "\"tau\": 0, \"beta\": 16");
+  text.replace(text.find(R"("tau": 0)"), 8, R"("tau": 0, "beta": 16)");
   expect_words(json_error(text), {"\"beta\"", "given twice", "once"});
 }
 
