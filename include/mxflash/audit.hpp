@@ -23,7 +23,9 @@ struct AttentionOutputs {
 using AttentionFunction = std::function<Result<AttentionOutputs>(const Problem&, const Inputs&)>;
 
 struct AuditOptions {
-  int probes = 64;         ///< Perturbed positions in all, spread over documents, heads, kinds and t modulo 256.
+  /// Perturbed positions in all, rounded up to whole rounds: a round is one run of the attention with one position in
+  /// every document and key/value head. Kinds and t modulo 256 change from round to round.
+  int probes = 64;
   std::uint64_t seed = 0;  ///< Of positions and values.
   Progress progress;
 };
@@ -50,8 +52,8 @@ struct Leak {
 };
 
 struct LeakSummary {
-  std::int64_t probes = 0;
-  std::int64_t leaks = 0;  ///< Probes in which an earlier result moved.
+  std::int64_t probes = 0;  ///< Those that had a result to compare: a document of one token has none earlier.
+  std::int64_t leaks = 0;   ///< Probes in which an earlier result moved.
   double max_relative_change = 0;
   std::int64_t reach_tokens = 0;  ///< Largest perturbed - position.
   Leak worst;

@@ -16,7 +16,7 @@
 namespace mxflash {
 namespace {
 
-/// A normalizer that is off by more than this is a defect, not rounding: O in BF16 is good to 2^-9.
+/// A normalizer that is off by more than this is a defect, not rounding: O in BF16 is good to 2^-8.
 constexpr double kRowSumTolerance = 0x1p-7;
 /// Residues of the perturbed position that a run of probes walks through.
 constexpr std::int64_t kResidues = 256;

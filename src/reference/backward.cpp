@@ -61,7 +61,7 @@ struct Scales {
 };
 
 /// dS before quantization, on the visible pairs.
-std::vector<double> score_gradients(const Strip& strip, const StripForward& forward, const BackwardRows& rows,
+std::vector<double> score_gradients(const Strip& strip, const Probabilities& p, const BackwardRows& rows,
                                     double scale) {
   std::vector<double> ds = dot_products(strip, rows.dout_dp, rows.v_transposed, strip.document.k_length);
   for (std::int64_t query = strip.query_begin; query < strip.query_end; ++query) {
@@ -69,11 +69,11 @@ std::vector<double> score_gradients(const Strip& strip, const StripForward& forw
     const KeyRange range = strip.sees(query);
     double delta = 0;
     for (std::int64_t key = range.begin; key < range.end; ++key) {
-      delta += forward.p.normalized[strip.at(query, key)] * ds[strip.at(query, key)];
+      delta += p.normalized[strip.at(query, key)] * ds[strip.at(query, key)];
     }
     for (std::int64_t key = range.begin; key < range.end; ++key) {
       const std::size_t at = strip.at(query, key);
-      ds[at] = forward.p.normalized[at] * (ds[at] - delta) * scale;
+      ds[at] = p.normalized[at] * (ds[at] - delta) * scale;
     }
   }
   return ds;
@@ -181,15 +181,16 @@ class HeadBackward {
 
   void run(const ForwardRows& forward, const BackwardRows& rows, const WeightRandom& random, KeyGradients& sums,
            std::vector<double>& dq) {
+    const double logit_scale = scales_.softmax * std::numbers::log2e;
     OctaveCounter unused;
     std::optional<DqPrescale> prescale;
     for (std::int64_t begin = 0; begin < document_.q_length; begin += kStrip) {
       const Strip strip(document_, mask_, begin, std::min(begin + kStrip, document_.q_length));
-      const StripForward out = forward_strip(strip, recipe_, forward, scales_.softmax * std::numbers::log2e, unused);
-      const std::vector<double> ds = score_gradients(strip, out, rows, scales_.softmax);
+      const Probabilities p = strip_probabilities(strip, recipe_, forward, logit_scale, unused);
+      const std::vector<double> ds = score_gradients(strip, p, rows, scales_.softmax);
       const ScoreGradients weights =
           quantize_score_gradients(strip, recipe_, ds, rows.k, rows.k_cut, rows.q, random, counter_);
-      add_transposed_product(strip, quantize_for_dv(strip, recipe_.dv, out.p.normalized, rows.dout_dv, rows.dout_base),
+      add_transposed_product(strip, quantize_for_dv(strip, recipe_.dv, p.normalized, rows.dout_dv, rows.dout_base),
                              rows.dout_dv, sums.dv);
       add_transposed_product(strip, weights.for_dk, rows.q, sums.dk);
       const bool f16 = recipe_.dq_accumulation != DqAccumulation::f32;

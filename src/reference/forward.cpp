@@ -15,8 +15,9 @@
 namespace mxflash::reference {
 namespace {
 
-std::vector<double> weighted_values(const Strip& strip, const Recipe& recipe, const ForwardRows& rows,
-                                    const Probabilities& p) {
+/// O: queries x value_dim.
+std::vector<double> strip_output(const Strip& strip, const Recipe& recipe, const ForwardRows& rows,
+                                 const Probabilities& p) {
   const std::int64_t dims = rows.v.dims;
   std::vector<double> o(static_cast<std::size_t>(strip.queries() * dims));
   for (std::int64_t query = strip.query_begin; query < strip.query_end; ++query) {
@@ -36,6 +37,12 @@ std::vector<double> weighted_values(const Strip& strip, const Recipe& recipe, co
   return o;
 }
 
+double log_sum_exp(const Strip& strip, const Probabilities& p, std::int64_t query) {
+  if (strip.sees(query).empty()) return -std::numeric_limits<double>::infinity();
+  const auto row = static_cast<std::size_t>(query - strip.query_begin);
+  return std::numbers::ln2 * (p.reference[row] + std::log2(p.sum[row]));
+}
+
 double milliseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
@@ -48,21 +55,12 @@ double softmax_scale(const Problem& problem, const Rotation& rotation, std::int6
   return scale * rotation.factor;
 }
 
-StripForward forward_strip(const Strip& strip, const Recipe& recipe, const ForwardRows& rows, double logit_scale,
-                           OctaveCounter& counter) {
-  StripForward out;
+Probabilities strip_probabilities(const Strip& strip, const Recipe& recipe, const ForwardRows& rows, double logit_scale,
+                                  OctaveCounter& counter) {
   std::vector<double> logits = dot_products(strip, rows.q, rows.k_transposed, rows.keys);
   for (double& logit : logits) logit *= logit_scale;
   const Rows& v_cut = recipe.o.cut ? rows.v_cut : rows.v;
-  out.p = quantize_probabilities(strip, recipe, logits, rows.v, v_cut, counter);
-  out.o = weighted_values(strip, recipe, rows, out.p);
-  for (std::int64_t query = strip.query_begin; query < strip.query_end; ++query) {
-    const auto row = static_cast<std::size_t>(query - strip.query_begin);
-    out.lse.push_back(strip.sees(query).empty()
-                          ? -std::numeric_limits<double>::infinity()
-                          : std::numbers::ln2 * (out.p.reference[row] + std::log2(out.p.sum[row])));
-  }
-  return out;
+  return quantize_probabilities(strip, recipe, logits, rows.v, v_cut, counter);
 }
 
 Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, const Inputs& inputs,
@@ -96,14 +94,15 @@ Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, cons
         const Strip strip(document, problem.mask, item.query_begin, item.query_end);
         OctaveCounter counter;
         const ForwardRows rows = forward_rows(*operands, recipe, document, head, head / group);
-        const StripForward out = forward_strip(strip, recipe, rows, logit_scale, counter);
+        const Probabilities p = strip_probabilities(strip, recipe, rows, logit_scale, counter);
+        const std::vector<double> o = strip_output(strip, recipe, rows, p);
         for (std::int64_t query = item.query_begin; query < item.query_end; ++query) {
           const std::int64_t row = query - item.query_begin;
           const std::int64_t place = (document.q_begin + query) * heads + head;
-          result.lse.set(place, static_cast<float>(out.lse[static_cast<std::size_t>(row)]));
-          effective[static_cast<std::size_t>(place)] = out.p.effective[static_cast<std::size_t>(row)];
+          result.lse.set(place, static_cast<float>(log_sum_exp(strip, p, query)));
+          effective[static_cast<std::size_t>(place)] = p.effective[static_cast<std::size_t>(row)];
           for (std::int64_t d = 0; d < dims; ++d) {
-            result.o.set(place * dims + d, static_cast<float>(out.o[static_cast<std::size_t>(row * dims + d)]));
+            result.o.set(place * dims + d, static_cast<float>(o[static_cast<std::size_t>(row * dims + d)]));
           }
         }
         const std::scoped_lock lock(mutex);

@@ -1,4 +1,4 @@
-// The forward of one strip, which the backward runs again to rebuild the same weights.
+// P of one strip, which the backward makes again from the same codes.
 #pragma once
 
 #include "reference/operands.hpp"
@@ -6,15 +6,9 @@
 
 namespace mxflash::reference {
 
-struct StripForward {
-  Probabilities p;
-  std::vector<double> o;    ///< queries x value_dim
-  std::vector<double> lse;  ///< By query.
-};
-
 /// `logit_scale` takes the dot products to base-2 logits.
-StripForward forward_strip(const Strip& strip, const Recipe& recipe, const ForwardRows& rows, double logit_scale,
-                           OctaveCounter& counter);
+Probabilities strip_probabilities(const Strip& strip, const Recipe& recipe, const ForwardRows& rows, double logit_scale,
+                                  OctaveCounter& counter);
 
 /// Multiplies the dot products of (rotated) q and k.
 double softmax_scale(const Problem& problem, const Rotation& rotation, std::int64_t head_dim);

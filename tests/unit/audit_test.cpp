@@ -255,6 +255,15 @@ TEST(Audit, PositionsCoverEveryResidue) {
   EXPECT_EQ(std::ranges::count(seen, true), 256);
 }
 
+TEST(Audit, ProbesAreRoundedUpToWholeRounds) {
+  const Pack pack;
+  for (const auto& [given, rounds] : {std::pair{1, 1}, {6, 1}, {7, 2}}) {
+    const Result<AuditReport> report = audit(exact_attention(), {}, pack.problem, pack.inputs(), probes(given));
+    ASSERT_TRUE(report.ok());
+    EXPECT_EQ(report->forward.probes, 6 * rounds) << given;  // three documents, two key/value heads
+  }
+}
+
 TEST(Audit, RefusesNoProbes) {
   const Pack pack;
   const Result<AuditReport> report = audit(exact_attention(), {}, pack.problem, pack.inputs(), probes(0));

@@ -11,28 +11,15 @@
 #include <numeric>
 #include <sstream>
 
+#include "unit/support.hpp"
+
 namespace mxflash {
 namespace {
 
 constexpr std::int64_t kIntMax = INT32_MAX;
 
-/// Lengths of one document.
-struct Lengths {
-  std::int32_t q = 0;
-  std::int32_t k = 0;
-};
-
-Packing pack(const std::vector<Lengths>& lengths) {
-  std::vector<std::int32_t> q = {0};
-  std::vector<std::int32_t> k = {0};
-  for (const Lengths& document : lengths) {
-    q.push_back(q.back() + document.q);
-    k.push_back(k.back() + document.k);
-  }
-  Result<Packing> packing = Packing::make(q, k, q.back(), k.back());
-  EXPECT_TRUE(packing.ok());
-  return *std::move(packing);
-}
+using test::Lengths;
+using test::pack;
 
 std::string describe(const std::vector<Lengths>& lengths, const Mask& mask) {
   std::string text = fmt::format("window ({}, {}) documents", mask.left, mask.right);

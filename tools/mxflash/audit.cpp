@@ -209,7 +209,8 @@ void add_audit(CLI::App& app, Action& action) {
   verb->add_option("--recipe", arguments->recipes, "all, or names and JSON files separated by commas")
       ->type_name("all|A,B")
       ->capture_default_str();
-  verb->add_option("--probes", arguments->probes, "Perturbed positions, spread over documents, heads and kinds")
+  verb->add_option("--probes", arguments->probes,
+                   "Perturbed positions, rounded up to whole rounds of one in every document and key/value head")
       ->type_name("N")
       ->capture_default_str();
   add_engine_options(*verb, arguments->engine);

@@ -131,6 +131,33 @@ function axis(title, more = {}) {
   };
 }
 
+function plotTitle(text) {
+  return {
+    text,
+    x: 0,
+    xref: 'paper',
+    xanchor: 'left',
+    y: 1,
+    yref: 'container',
+    yanchor: 'top',
+    pad: {t: 8},
+    font: {size: 15}
+  };
+}
+
+// A dashed line over the plot's whole height.
+function upright(x) {
+  return {
+    type: 'line',
+    x0: x,
+    x1: x,
+    yref: 'paper',
+    y0: 0,
+    y1: 1,
+    line: {color: color('quiet'), width: 1.5, dash: 'dash'}
+  };
+}
+
 function drawPlot(target, traces, layout) {
   const base = {
     paper_bgcolor: 'rgba(0,0,0,0)',
@@ -448,20 +475,11 @@ function drawRowSums(runs) {
                            layer: 'below',
                            line: {color: color('quiet'), width: 2}
                          }));
-  const one = {
-    type: 'line',
-    x0: 1,
-    x1: 1,
-    yref: 'paper',
-    y0: 0,
-    y1: 1,
-    line: {color: color('quiet'), width: 1.5, dash: 'dash'}
-  };
   drawPlot(
       'row-sum-plot',
       [marks('effective_min', 'worst row', 'diamond', 2), marks('effective_mean', 'mean of rows', 'circle', 1)], {
         height: rowHeight(labels, 28),
-        shapes: [...stripes(labels), ...links, one],
+        shapes: [...stripes(labels), ...links, upright(1)],
         yaxis: rowAxis(labels),
         xaxis: axis('sum of a row\'s weights (no unit; exact: 1)', {range: [low - margin, high + margin], nticks: 7})
       });
@@ -505,17 +523,7 @@ function drawOctaves(id, name, bins, flushedShare) {
         bargap: 0.12,
         height: 340,
         margin: {l: 10, r: 14, t: 66, b: 10},
-        title: {
-          text: `${name}: ${percent(flushedShare)} flushed${further}`,
-          x: 0,
-          xref: 'paper',
-          xanchor: 'left',
-          y: 1,
-          yref: 'container',
-          yanchor: 'top',
-          pad: {t: 8},
-          font: {size: 15}
-        },
+        title: plotTitle(`${name}: ${percent(flushedShare)} flushed${further}`),
         xaxis: axis(
             `size of |${name}| (from 2<sup>k</sup> up to 2<sup>k+1</sup>)`,
             {tickvals: ticks, ticktext: ticks.map((k) => `2<sup>${superscript(k)}</sup>`), showgrid: false}),
@@ -566,26 +574,8 @@ function drawScaleRules() {
       height: 340,
       margin: {l: 10, r: 10, t: 66, b: 10},
       hovermode: 'x',
-      title: {
-        text: title,
-        x: 0,
-        xref: 'paper',
-        xanchor: 'left',
-        y: 1,
-        yref: 'container',
-        yanchor: 'top',
-        pad: {t: 8},
-        font: {size: 15}
-      },
-      shapes: [{
-        type: 'line',
-        x0: threshold,
-        x1: threshold,
-        yref: 'paper',
-        y0: 0,
-        y1: 1,
-        line: {color: color('quiet'), width: 1.5, dash: 'dash'}
-      }],
+      title: plotTitle(title),
+      shapes: [upright(threshold)],
       annotations: [{
         x: threshold,
         yref: 'paper',
