@@ -4,12 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <optional>
 #include <ostream>
 #include <string>
 #include <vector>
 
 #include "mxflash/attention.hpp"
+#include "mxflash/engine.hpp"
 #include "unit/support.hpp"
 
 namespace mxflash {
@@ -49,9 +51,33 @@ inline Case random_case(const Packing& packing, const Sizes& sizes, DType dtype 
 
 inline bool has_backward(const Recipe& recipe) { return validate_backward(recipe).ok(); }
 
+/// The engine that these tests are about: MXFLASH_TEST_ENGINE, or the reference. CMake registers them once an engine.
+inline std::string tested_engine() {
+  const char* name = std::getenv("MXFLASH_TEST_ENGINE");
+  return name == nullptr ? "reference" : name;
+}
+inline bool is_reference() { return tested_engine() == "reference"; }
+
+/// Skips every test where this machine has no such engine.
+class EngineIsHere : public testing::Environment {
+ public:
+  void SetUp() override {
+    for (const Engine* engine : engines()) {
+      if (engine->name() != tested_engine()) continue;
+      const Status status = engine->available();
+      if (!status.ok()) GTEST_SKIP() << status.error().message;
+      return;
+    }
+    GTEST_SKIP() << tested_engine() << " is not part of this build";
+  }
+};
+inline testing::Environment* const kEngineIsHere = testing::AddGlobalTestEnvironment(new EngineIsHere);
+
 inline Options two_threads() {
   Options options;
+  options.engine = tested_engine();
   options.threads = 2;
+  options.statistics = true;
   return options;
 }
 

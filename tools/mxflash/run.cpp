@@ -139,7 +139,23 @@ Status compute(Run& run) {
   return {};
 }
 
+/// What quantization did to the weights; counting takes time, so not in the run that was timed.
+Status count(Run& run) {
+  const Capture& capture = run.capture;
+  Options options = with_bar(run, "statistics");
+  options.statistics = true;
+  Result<ForwardResult> forward = attention_forward(capture.problem, run.recipe, capture.inputs, options);
+  if (!forward) return forward.error();
+  run.forward->statistics = std::move(forward->statistics);
+  if (!run.backward) return {};
+  Result<BackwardResult> backward = attention_backward(capture.problem, run.recipe, capture.inputs, options);
+  if (!backward) return backward.error();
+  run.backward->statistics = std::move(backward->statistics);
+  return {};
+}
+
 Status check(Run& run) {
+  if (Status status = count(run); !status) return status;
   const Capture& capture = run.capture;
   const Result<ForwardResult> forward =
       exact_forward(capture.problem, capture.inputs, with_bar(run, "float64 forward"));
@@ -192,9 +208,8 @@ Json run_json(const RunArguments& arguments, const Run& run) {
                {"backward", {{"computed", run.backward.has_value()}, {"reason", nullptr}}},
                {"time_ms", time_json(run)}};
   if (!run.no_backward.empty()) json["backward"]["reason"] = run.no_backward;
-  if (!run.accuracy.empty()) {
-    for (const NamedAccuracy& entry : run.accuracy) json["accuracy"][entry.output] = accuracy_json(entry.accuracy);
-  }
+  if (run.accuracy.empty()) return json;
+  for (const NamedAccuracy& entry : run.accuracy) json["accuracy"][entry.output] = accuracy_json(entry.accuracy);
   const WeightStatistics& weights = run.forward->statistics;
   json["row_sum"] = {{"effective_mean", weights.row_sum_mean}, {"effective_min", weights.row_sum_min}};
   json["flushed"] = {{"p", weights.flushed_p}, {"ds", nullptr}};
@@ -221,11 +236,11 @@ void print_run(const RunArguments& arguments, const Run& run) {
                                             : fmt::format("none ({})", run.no_backward);
   print_line(fmt::format("time: quantize {:.1f} ms, forward {:.1f} ms, backward {}", time["quantize"].get<double>(),
                          time["forward"].get<double>(), backward));
+  if (run.accuracy.empty()) return;
   const WeightStatistics& weights = run.forward->statistics;
   print_line(fmt::format("row sum: mean {:.6f}, least {:.6f}", weights.row_sum_mean, weights.row_sum_min));
   print_line(fmt::format("flushed to zero: p {:.4f} %, ds {}", 100 * weights.flushed_p,
                          run.backward ? fmt::format("{:.4f} %", 100 * run.backward->statistics.flushed_ds) : "-"));
-  if (run.accuracy.empty()) return;
   print_line("");
   Table table{
       {"output", "cosine", "relative L2", "max abs", "worst [token,head,dim]"}, {}, {true, false, false, false, true}};
