@@ -108,6 +108,7 @@ class Unit {
     work_.folds.require(4 * HWY_MAX(tiles_, 1) * kBlockSize);
     work_.poisoned.require(4 * (HWY_MAX(tiles_, 1) * kBlockSize + 1));
     work_.scores.require(HWY_MAX(tiles_, 1) * kTileSize);
+    work_.k_largest.require(HWY_MAX(tiles_, 1));
     work_.left.require(HWY_MAX(tiles_, static_cast<std::size_t>(kStripBlocks)));
     work_.right.require(HWY_MAX(tiles_, static_cast<std::size_t>(kStripBlocks)));
     make_rules();
@@ -279,6 +280,7 @@ class Unit {
     TokenBlock block;
     load(plan_.k_s, place, document_.k_length, block);
     note_poisoned(block, k_poisoned() + tile * kBlockSize);
+    work_.k_largest.data()[tile] = block.largest;
     put_rows(block, d_, at(work_.k_rows, tile * kBlockSize * d_));
     load(plan_.v_o, place, document_.k_length, block);
     note_poisoned(block, v_poisoned() + tile * kBlockSize);
@@ -294,6 +296,7 @@ class Unit {
     TokenBlock block;
     load(plan_.k_s, place, length, block);
     note_poisoned(block, k_poisoned() + tile * kBlockSize);
+    work_.k_largest.data()[tile] = block.largest;
     if (plan_.k_shared && plan_.k_dq.folds) {
       put_lanes(plan_.k_dq, place, d_, block, k_folds(tile), at(work_.k_columns, tile * kBlockSize * d_));
     }
@@ -320,7 +323,8 @@ class Unit {
     }
   }
 
-  // ---- One block of queries -------------------------------------------------------------------------------------------
+  // ---- One block of queries
+  // -------------------------------------------------------------------------------------------
 
   /// Its visible ranges, and the tiles [first_tile_, end_tile_) that it sees. Lanes past the last query repeat it.
   void start_block(std::int64_t query) {
@@ -381,10 +385,32 @@ class Unit {
   void score_block() {
     for (std::size_t index = first_tile_; index < end_tile_; ++index) {
       multiply_tile(at(work_.k_rows, index * kBlockSize * d_), at(work_.q_columns, 0), d_, scores(index));
+      if (may_overflow(index)) restore_tile(index);
       score_tile(tile_at(index), plan_.logit_factor, scores(index), rows_);
     }
     if (overflows(rows_)) hold_scores(scores(first_tile_), (end_tile_ - first_tile_) * kTileSize, rows_);
     reference_rows(rows_);
+  }
+
+  /// Whether FP32 may not hold a dot product of the tile, or its logit. Quantization can double a value.
+  [[nodiscard]] bool may_overflow(std::size_t index) const {
+    const float factor = HWY_MAX(1.0F, __builtin_fabsf(plan_.logit_factor));
+    const double bound = 4.0 * static_cast<double>(q_largest_) * static_cast<double>(work_.k_largest.data()[index]) *
+                         static_cast<double>(d_) * static_cast<double>(factor);
+    return bound > 0x1p126;
+  }
+
+  /// The tile once more with q and k 2^-64 times as large, for the pairs that overflowed.
+  void restore_tile(std::size_t index) {
+    const std::size_t count = d_ * kBlockSize;
+    Element* q = elements(work_.q_small, count);
+    Element* k = elements(work_.k_small, count);
+    Multiply::scaled(at(work_.q_columns, 0), count, 0x1p-64F, q);
+    Multiply::scaled(at(work_.k_rows, index * count), count, 0x1p-64F, k);
+    alignas(64) float small[kTileSize];
+    multiply_tile(k, q, d_, small);
+    const float factor = HWY_MAX(1.0F, __builtin_fabsf(plan_.logit_factor));
+    restore_scores(small, 1e38F / factor, scores(index));
   }
 
   struct ForwardSink {
@@ -410,12 +436,14 @@ class Unit {
     return bad[rows_.end[lane] - tile_begin_] != bad[rows_.begin[lane] - tile_begin_];
   }
 
-  // ---- Forward --------------------------------------------------------------------------------------------------------
+  // ---- Forward
+  // --------------------------------------------------------------------------------------------------------
 
   void forward_block(const Forward& out, std::int64_t head, std::int64_t query) {
     const TokenPlace place = query_place(head, query);
     TokenBlock block;
     load(plan_.q_s, place, document_.q_length, block);
+    q_largest_ = block.largest;
     apply_exponents(block);
     Multiply::columns(block.x, block.dims, d_, at(work_.q_columns, 0));
     start_block(query);
@@ -498,7 +526,8 @@ class Unit {
     }
   }
 
-  // ---- Backward -------------------------------------------------------------------------------------------------------
+  // ---- Backward
+  // -------------------------------------------------------------------------------------------------------
 
   void prepare_backward() {
     const std::size_t blocks = static_cast<std::size_t>(kStripBlocks);
@@ -584,6 +613,7 @@ class Unit {
     TokenBlock tokens;
     Element* pairs = at(work_.q_pairs, block * d_ * kBlockSize);
     load(plan_.q_s, place, length, tokens);
+    q_largest_ = tokens.largest;
     for (std::size_t lane = 0; lane < kBlockSize; ++lane) q_poisoned_[lane] = tokens.poisoned[lane];
     const bool shared = plan_.q_shared && plan_.q_dk.folds;
     if (shared) put_pairs(plan_.q_dk, d_, tokens, state.q_exponent, pairs);
@@ -937,7 +967,7 @@ class Unit {
   const Document& document_;
   Workspace& work_;
   Counts& counts_;
-  std::size_t d_ = 0;   ///< head_dim and value_dim, padded to blocks of 32.
+  std::size_t d_ = 0;  ///< head_dim and value_dim, padded to blocks of 32.
   std::size_t dv_ = 0;
   std::int64_t tile_begin_ = 0;  ///< First key of the first tile.
   std::size_t tiles_ = 0;
@@ -946,6 +976,7 @@ class Unit {
   bool any_poisoned_ = false;
 
   Rows rows_;
+  float q_largest_ = 0;  ///< Of |q| in the block.
   std::size_t first_tile_ = 0;
   std::size_t end_tile_ = 0;
   std::int64_t first_sees_to_ = 0;

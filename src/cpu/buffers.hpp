@@ -29,23 +29,25 @@ class Buffer {
 
 /// Named by what they hold; `Bytes` are elements of the multiply's type (FP32 or BF16).
 struct Workspace {
-  Buffer<float> block;                     ///< One block of 32 tokens, dims x 32.
-  Buffer<float> rows;                      ///< The same before or after a transposition.
-  Buffer<std::byte> k_rows, v_rows;        ///< Of the scores and of dP: 32 x dims per block of keys.
-  Buffer<std::byte> v_columns, v_cut;      ///< Of O: dims x 32 per block of keys.
-  Buffer<std::byte> k_columns, k_cut;      ///< Of dQ.
-  Buffer<std::byte> q_columns, do_columns; ///< One block of queries: dims x 32.
-  Buffer<std::byte> q_pairs, do_pairs;     ///< Queries of a strip, for dK and dV: 32 x dims per block.
-  Buffer<std::byte> weights;               ///< P or dS against keys: 32 x 32 per block of keys.
-  Buffer<std::byte> p_rows, ds_rows;       ///< P and dS of a strip against queries: 32 x 32 per block of both.
-  Buffer<std::byte> staging;               ///< While an operand changes its order.
-  Buffer<float> scores;                    ///< 32 keys x 32 queries per block of keys.
-  Buffer<float> gradients;                 ///< dP, then dS, likewise.
-  Buffer<float> product;                   ///< dims x 32.
-  Buffer<float> dk, dv;                    ///< keys x dims.
-  Buffer<std::int32_t> folds;              ///< Exponents by key: of v, v_cut, k, k_cut.
-  Buffer<std::int32_t> poisoned;           ///< Running counts by key: of k, of v.
-  Buffer<const void*> left, right;         ///< Operands of a multiply, by block.
+  Buffer<float> block;                      ///< One block of 32 tokens, dims x 32.
+  Buffer<float> rows;                       ///< The same before or after a transposition.
+  Buffer<std::byte> k_rows, v_rows;         ///< Of the scores and of dP: 32 x dims per block of keys.
+  Buffer<std::byte> v_columns, v_cut;       ///< Of O: dims x 32 per block of keys.
+  Buffer<std::byte> k_columns, k_cut;       ///< Of dQ.
+  Buffer<std::byte> q_columns, do_columns;  ///< One block of queries: dims x 32.
+  Buffer<std::byte> q_small, k_small;       ///< Scaled down, where logits overflow.
+  Buffer<std::byte> q_pairs, do_pairs;      ///< Queries of a strip, for dK and dV: 32 x dims per block.
+  Buffer<std::byte> weights;                ///< P or dS against keys: 32 x 32 per block of keys.
+  Buffer<std::byte> p_rows, ds_rows;        ///< P and dS of a strip against queries: 32 x 32 per block of both.
+  Buffer<std::byte> staging;                ///< While an operand changes its order.
+  Buffer<float> scores;                     ///< 32 keys x 32 queries per block of keys.
+  Buffer<float> gradients;                  ///< dP, then dS, likewise.
+  Buffer<float> k_largest;                  ///< Of |k|, by block of keys.
+  Buffer<float> product;                    ///< dims x 32.
+  Buffer<float> dk, dv;                     ///< keys x dims.
+  Buffer<std::int32_t> folds;               ///< Exponents by key: of v, v_cut, k, k_cut.
+  Buffer<std::int32_t> poisoned;            ///< Running counts by key: of k, of v.
+  Buffer<const void*> left, right;          ///< Operands of a multiply, by block.
 };
 
 }  // namespace mxflash::cpu

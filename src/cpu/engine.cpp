@@ -60,7 +60,8 @@ Counts for_items(std::int64_t items, const Options& options, const Body& body) {
 Status supports(const InstructionSet& set, const Recipe& recipe) {
   if (Status status = validate(recipe); !status.ok()) return status;
   if (recipe.dq_accumulation != DqAccumulation::f32) {
-    return unsupported("dq_accumulation: an FP16 sum given, f32 allowed (FP16 sums are of devices; the reference has them)");
+    return unsupported(
+        "dq_accumulation: an FP16 sum given, f32 allowed (FP16 sums are of devices; the reference has them)");
   }
   if (set.exact_f32) return {};
   const bool backward = has_backward(recipe);

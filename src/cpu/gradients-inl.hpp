@@ -98,8 +98,7 @@ HWY_INLINE void powers_of_two(const std::int32_t* exponents, std::int32_t sign, 
 /// One set of codes of dS, and what each product makes of them.
 class SharedGradient {
  public:
-  SharedGradient(const Operand& operand, const RandomPlace& random, const Tile& tile, const Rows& rows,
-                 const float* ds)
+  SharedGradient(const Operand& operand, const RandomPlace& random, const Tile& tile, const Rows& rows, const float* ds)
       : tile_(tile), rows_(rows), by_row_(operand.block.rows == 1), round_(round_to(operand.encoding)) {
     float maxima[kBlockSize];
     lane_maxima(ds, 0, kBlockSize, maxima);
@@ -108,8 +107,7 @@ class SharedGradient {
     block_scales(operand, kBlockSize, maxima, scales.encode, scales.decode, scales.exponent);
     for (std::size_t lane = 0; lane < kBlockSize; ++lane) exponent_[lane] = scales.exponent[lane];
     for (std::size_t i = 0; i < kTileSize; i += kLanes) hn::Store(hn::Load(kF, ds + i), kF, codes_ + i);
-    LaneEncoder(operand, random)
-        .run(codes_, 0, kBlockSize, scales, false, static_cast<std::uint32_t>(tile.key));
+    LaneEncoder(operand, random).run(codes_, 0, kBlockSize, scales, false, static_cast<std::uint32_t>(tile.key));
   }
 
   /// Relative to the largest exponent of K in the block, or among the keys that a row sees.
@@ -135,8 +133,8 @@ class SharedGradient {
     bool any = false;
     for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
       own[lane] = q.at(lane) + (by_row_ ? exponent_[lane] : 0);
-      const bool sees = rows_.begin[lane] < tile_.key + 32 && rows_.end[lane] > tile_.key &&
-                        rows_.begin[lane] < rows_.end[lane];
+      const bool sees =
+          rows_.begin[lane] < tile_.key + 32 && rows_.end[lane] > tile_.key && rows_.begin[lane] < rows_.end[lane];
       if (!sees || q.poisoned[lane] != 0) continue;
       top = any ? HWY_MAX(top, own[lane]) : own[lane];
       any = true;

@@ -70,12 +70,12 @@ std::vector<InstructionSet> make_sets() {
                   true, N_AVX3::fma_kernels()});
 #endif
 #if HWY_TARGETS & HWY_AVX2
-  sets.push_back({"avx2", "FP32 multiply-adds, 8 lanes", "a CPU with AVX2 and FMA", has<HWY_AVX2>, true,
-                  N_AVX2::fma_kernels()});
+  sets.push_back(
+      {"avx2", "FP32 multiply-adds, 8 lanes", "a CPU with AVX2 and FMA", has<HWY_AVX2>, true, N_AVX2::fma_kernels()});
 #endif
 #if HWY_TARGETS & HWY_NEON
-  sets.push_back({"neon", "FP32 multiply-adds, 4 lanes", "a CPU with NEON", has<HWY_NEON>, true,
-                  N_NEON::fma_kernels()});
+  sets.push_back(
+      {"neon", "FP32 multiply-adds, 4 lanes", "a CPU with NEON", has<HWY_NEON>, true, N_NEON::fma_kernels()});
 #endif
 #if HWY_TARGETS & HWY_SCALAR
   sets.push_back({"scalar", "FP32 one at a time", "", always, true, N_SCALAR::fma_kernels()});

@@ -61,6 +61,10 @@ struct FmaMultiply {
   static bool is_zero(const Element* tile, std::size_t row, std::size_t lane) {
     return tile[row * kBlockSize + lane] == 0.0F;
   }
+  /// Times a power of two.
+  static void scaled(const Element* from, std::size_t count, float factor, Element* to) {
+    for (std::size_t i = 0; i < count; ++i) to[i] = from[i] * factor;
+  }
   static void begin() {}
   static void end() {}
 
@@ -115,8 +119,7 @@ struct AmxMultiply {
   using Element = std::uint16_t;
 
   static HWY_INLINE VU pair_of(VF even, VF odd) {
-    return hn::Or(hn::ShiftRight<16>(hn::BitCast(kU, even)),
-                  hn::And(hn::BitCast(kU, odd), hn::Set(kU, 0xFFFF0000U)));
+    return hn::Or(hn::ShiftRight<16>(hn::BitCast(kU, even)), hn::And(hn::BitCast(kU, odd), hn::Set(kU, 0xFFFF0000U)));
   }
   static std::uint32_t* words(Element* elements) { return reinterpret_cast<std::uint32_t*>(elements); }
 
@@ -152,6 +155,13 @@ struct AmxMultiply {
 
   static bool is_zero(const Element* tile, std::size_t row, std::size_t lane) {
     return (tile[(row / 2 * kBlockSize + lane) * 2 + row % 2] & 0x7FFFU) == 0;
+  }
+
+  static void scaled(const Element* from, std::size_t count, float factor, Element* to) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const float wide = __builtin_bit_cast(float, static_cast<std::uint32_t>(from[i]) << 16) * factor;
+      to[i] = static_cast<Element>(__builtin_bit_cast(std::uint32_t, wide) >> 16);
+    }
   }
 
   /// The shape of all eight tiles: 16 rows of 64 bytes. Held by the thread until `end`.

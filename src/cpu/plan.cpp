@@ -1,5 +1,6 @@
 #include "cpu/plan.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <numbers>
 #include <utility>
@@ -86,7 +87,11 @@ Plan make_plan(const Problem& problem, const Recipe& recipe, const Inputs& input
 
   const double softmax = reference::softmax_scale(problem, rotation, plan.head_dim);
   plan.softmax_factor = static_cast<float>(softmax);
-  plan.logit_factor = static_cast<float>(softmax * std::numbers::log2e * plan.q_s.tensor_scale * plan.k_s.tensor_scale);
+  // Scales over all of a tensor may lie beyond FP32 together.
+  constexpr double kMost = 1e38;
+  const double logit = softmax * std::numbers::log2e * static_cast<double>(plan.q_s.tensor_scale) *
+                       static_cast<double>(plan.k_s.tensor_scale);
+  plan.logit_factor = static_cast<float>(std::clamp(logit, -kMost, kMost));
   plan.dp_factor = plan.dout_dp.tensor_scale * plan.v_dp.tensor_scale;
   plan.o_factor = plan.v_o.tensor_scale;
   plan.dv_factor = plan.dout_dv.tensor_scale;

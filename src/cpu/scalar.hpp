@@ -12,9 +12,9 @@ namespace mxflash::cpu {
 /// How a format rounds, in FP32 bits: adding and subtracting 1.5 2^(exponent + 23 - mantissa bits) leaves the mantissa
 /// bits that the format has, with the exponent held at or above that of the smallest normal number.
 struct RoundTo {
-  bool rounds = false;          ///< Not for f32.
-  bool saturates = false;       ///< Not for bf16.
-  std::int32_t least_field = 0; ///< Exponent field of the smallest normal number, in place.
+  bool rounds = false;           ///< Not for f32.
+  bool saturates = false;        ///< Not for bf16.
+  std::int32_t least_field = 0;  ///< Exponent field of the smallest normal number, in place.
   std::int32_t magic = 0;
   int mantissa_bits = 23;
   float max = 0;

@@ -33,10 +33,11 @@ inline constexpr std::size_t kLanes = hn::MaxLanes(kF);
 
 HWY_INLINE VF minus_infinity() { return hn::BitCast(kF, hn::Set(kI, static_cast<std::int32_t>(0xFF800000U))); }
 
-/// 2^exponent, the exponent held within the normal range.
+/// 2^exponent, held between 2^-127, which is subnormal, and 2^127.
 HWY_INLINE VF pow2(VI exponent) {
-  exponent = hn::Min(hn::Max(exponent, hn::Set(kI, -126)), hn::Set(kI, 127));
-  return hn::BitCast(kF, hn::ShiftLeft<23>(hn::Add(exponent, hn::Set(kI, 127))));
+  exponent = hn::Min(hn::Max(exponent, hn::Set(kI, -127)), hn::Set(kI, 127));
+  const VI bits = hn::ShiftLeft<23>(hn::Add(exponent, hn::Set(kI, 127)));
+  return hn::BitCast(kF, hn::Max(bits, hn::Set(kI, 0x00400000)));
 }
 
 /// 2^x to about an ulp, for x below 128; 0 below 2^-126, so also for -inf.

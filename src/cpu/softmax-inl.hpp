@@ -15,9 +15,9 @@ inline constexpr std::size_t kTileSize = kBlockSize * kBlockSize;
 
 /// A tile of keys as one block of queries meets it.
 struct Tile {
-  std::int32_t key = 0;         ///< First key, document-relative.
-  bool masked = false;          ///< Some pair of it is not visible.
-  bool cut = false;             ///< Takes the operands of cut tiles.
+  std::int32_t key = 0;                 ///< First key, document-relative.
+  bool masked = false;                  ///< Some pair of it is not visible.
+  bool cut = false;                     ///< Takes the operands of cut tiles.
   const std::int32_t* folds = nullptr;  ///< V's exponents; none: V does not fold here.
 };
 
@@ -41,8 +41,8 @@ struct WeightRule {
   RoundTo to;
   bool in_groups = false;
   GroupRule group;
-  float log2_scale = 0;      ///< Static P is encoded times 2^this.
-  float factor = 1;          ///< From a code to units of Plan.unit.
+  float log2_scale = 0;  ///< Static P is encoded times 2^this.
+  float factor = 1;      ///< From a code to units of Plan.unit.
   float smallest_normal = 0;
   Exponential exponential = Exponential::exact;
   float unit = 1;
@@ -110,6 +110,17 @@ HWY_INLINE void score_tile(const Tile& tile, float factor, float* tile_scores, R
     hn::StoreU(largest_t, kF, rows.largest_t + lane);
     hn::StoreU(largest_s, kF, rows.largest_s + lane);
     hn::StoreU(largest_fold, kF, rows.largest_fold + lane);
+  }
+}
+
+/// Replaces sums that FP32 could not hold by `small` times 2^128, held at `most` where that is beyond FP32 too.
+HWY_INLINE void restore_scores(const float* small, float most, float* tile_scores) {
+  const VF up = hn::Set(kF, 0x1p64F);
+  for (std::size_t i = 0; i < kTileSize; i += kLanes) {
+    const VF s = hn::Load(kF, tile_scores + i);
+    const VF value = hn::Mul(hn::Mul(hn::Load(kF, small + i), up), up);
+    const VF held = hn::Max(hn::Min(value, hn::Set(kF, most)), hn::Set(kF, -most));
+    hn::Store(hn::IfThenElse(hn::Le(hn::Abs(s), hn::Set(kF, most)), s, held), kF, tile_scores + i);
   }
 }
 
@@ -192,7 +203,7 @@ struct FoldFactors {
 };
 
 HWY_INLINE FoldFactors fold_factors(const Tile& tile, const Rows& rows) {
-  constexpr std::int32_t kLight = 3;   // docs/numerics.md: octaves below the row's largest exponent of V
+  constexpr std::int32_t kLight = 3;    // docs/numerics.md: octaves below the row's largest exponent of V
   constexpr std::int32_t kSpread = 60;  // keeps products of both factors and a weight inside FP32
   FoldFactors out;
   if (tile.folds == nullptr) {
@@ -274,8 +285,8 @@ HWY_INLINE Weighed weigh_key(const WeightRule& rule, const NearestRounder& round
   return out;
 }
 
-/// The same for any tile, light keys and far exponents included. Where both apply they give the same bits: a factor of a
-/// power of two rounds nothing.
+/// The same for any tile, light keys and far exponents included. Where both apply they give the same bits: a factor of
+/// a power of two rounds nothing.
 template <class Exp, class Sink>
 HWY_INLINE void weigh_any(const WeightRule& rule, const TileScales& scales, const Tile& tile, const float* tile_scores,
                           const Sink& sink, Rows& rows) {

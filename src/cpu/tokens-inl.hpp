@@ -1,5 +1,5 @@
-// The fused quantizer: a block of 32 tokens of one head is read once, turned so that tokens lie in the lanes, rotated and
-// quantized in place.
+// The fused quantizer: a block of 32 tokens of one head is read once, turned so that tokens lie in the lanes, rotated
+// and quantized in place.
 #if defined(MXFLASH_CPU_TOKENS_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef MXFLASH_CPU_TOKENS_INL
 #undef MXFLASH_CPU_TOKENS_INL
@@ -26,6 +26,7 @@ struct TokenBlock {
   std::int32_t exponent[kBlockSize] = {};  ///< The folding exponent, or nvfp4's second level; else 0.
   std::int32_t poisoned[kBlockSize] = {};
   bool any_poisoned = false;
+  float largest = 0;  ///< Of |x| before quantization, without poisoned tokens.
 };
 
 inline constexpr std::size_t kLargestDims = 256;
@@ -93,6 +94,7 @@ HWY_INLINE void scale_lanes(float* x, std::size_t dims, const float* factor) {
 
 HWY_INLINE void poison(TokenBlock& block) {
   block.any_poisoned = false;
+  VI most = hn::Zero(kI);
   for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
     VI largest = hn::Zero(kI);
     for (std::size_t d = 0; d < block.dims; ++d) {
@@ -101,6 +103,7 @@ HWY_INLINE void poison(TokenBlock& block) {
     }
     const auto bad = hn::Gt(largest, hn::Set(kI, 0x7F7FFFFF));
     hn::StoreU(hn::IfThenElseZero(bad, hn::Set(kI, 1)), kI, block.poisoned + lane);
+    most = hn::Max(most, hn::IfThenZeroElse(bad, largest));
     if (hn::AllFalse(kI, bad)) continue;
     block.any_poisoned = true;
     for (std::size_t d = 0; d < block.dims; ++d) {
@@ -108,6 +111,7 @@ HWY_INLINE void poison(TokenBlock& block) {
       hn::Store(hn::IfThenZeroElse(hn::RebindMask(kF, bad), hn::Load(kF, at)), kF, at);
     }
   }
+  block.largest = __builtin_bit_cast(float, hn::GetLane(hn::MaxOfLanes(kI, most)));
 }
 
 /// Fills block.x from the tensor, rotated where the operand asks for it; poisoned tokens are zero.
@@ -175,9 +179,8 @@ class LaneEncoder {
         float* at = x + d * kBlockSize + lane;
         const VF scaled = divides_ ? hn::Div(hn::Load(kF, at), encode) : hn::Mul(hn::Load(kF, at), encode);
         const VF code =
-            by_chance_
-                ? stochastic_(scaled, random_bits(random_, lane, column + static_cast<std::uint32_t>(d - begin)))
-                : nearest_(scaled);
+            by_chance_ ? stochastic_(scaled, random_bits(random_, lane, column + static_cast<std::uint32_t>(d - begin)))
+                       : nearest_(scaled);
         hn::Store(hn::Mul(code, decode), kF, at);
       }
     }
@@ -248,16 +251,16 @@ HWY_INLINE void quantize_block(const TokenOperand& operand, const RandomPlace& r
   quantize_scaled(how, random, block);
 }
 
-/// Multiplies the exponents in, down to -127, the least that E8M0 has: a subnormal factor.
+/// Multiplies the exponents in.
 HWY_INLINE void apply_exponents(TokenBlock& block) {
   float factor[kBlockSize];
   bool any = false;
-  for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
-    const std::int32_t exponent = block.exponent[lane];
-    any = any || exponent != 0;
-    factor[lane] = exponent < -126 ? 0x1p-127F : __builtin_bit_cast(float, (exponent + 127) << 23);
+  for (const std::int32_t exponent : block.exponent) any = any || exponent != 0;
+  if (!any) return;
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    hn::StoreU(pow2(hn::LoadU(kI, block.exponent + lane)), kF, factor + lane);
   }
-  if (any) scale_lanes(block.x, block.dims, factor);
+  scale_lanes(block.x, block.dims, factor);
 }
 
 }  // namespace mxflash::cpu::HWY_NAMESPACE

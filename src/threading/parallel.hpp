@@ -17,7 +17,8 @@ int worker_count(std::int64_t count, int threads);
 void parallel_for(std::int64_t count, int threads, const std::function<void(std::int64_t)>& body,
                   const std::function<void(std::int64_t)>& done = {});
 
-/// The same with body(i, worker): worker numbers below worker_count(count, threads), one a thread, for its scratch memory.
+/// The same with body(i, worker): worker numbers below worker_count(count, threads), one a thread, for its scratch
+/// memory.
 void parallel_for_workers(std::int64_t count, int threads, const std::function<void(std::int64_t, int)>& body,
                           const std::function<void(std::int64_t)>& done = {});
 

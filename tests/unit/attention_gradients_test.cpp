@@ -76,6 +76,16 @@ double dot(const double* a, const double* b, std::int64_t dims) {
   return sum;
 }
 
+/// What FP32 sums may be off relative to the sum of their terms' magnitudes: up to 64 terms, then longer sums of those.
+/// The reference sums in double.
+double fp32_noise() { return test::is_reference() ? 0 : 64 * 0x1p-24; }
+
+double magnitude(const double* a, const double* b, std::int64_t dims) {
+  double sum = 0;
+  for (std::int64_t d = 0; d < dims; ++d) sum += std::fabs(a[d] * b[d]);
+  return sum;
+}
+
 /// A gradient, its bound, and the sum of the operand's magnitudes, which absolute errors of the weights multiply.
 class Gradient {
  public:
@@ -161,10 +171,16 @@ class Documented {
     const std::int64_t kv_head = head / (q_.heads / k_.heads);
     std::vector<double> w;
     std::vector<double> dp;
+    double logit_noise = 0;
+    double dp_noise = 0;
     for (std::int64_t key = document.k_begin + range.begin; key < document.k_begin + range.end; ++key) {
       w.push_back(scale_ * dot(q_.row(token, head), k_.row(key, kv_head), q_.dims));
       dp.push_back(dot(dout_dp_.row(token, head), v_dp_.row(key, kv_head), v_dp_.dims));
+      logit_noise = std::max(logit_noise, magnitude(q_.row(token, head), k_.row(key, kv_head), q_.dims));
+      dp_noise = std::max(dp_noise, magnitude(dout_dp_.row(token, head), v_dp_.row(key, kv_head), v_dp_.dims));
     }
+    logit_noise *= scale_ * fp32_noise();
+    dp_noise *= 3 * fp32_noise();  // of dP, of the sum of D, and of what its weights add up to
     const double largest = *std::ranges::max_element(w);
     double sum = 0;
     for (double& x : w) sum += x = std::exp(x - largest);
@@ -174,10 +190,12 @@ class Documented {
     // P is rounded where its largest, V's exponents in, is in (1/2, 1]; so is then the sum that it is divided by.
     const RoundingBound p = rounding_bound(recipe_.o.weights);
     const double flush = 2 * p.absolute / recipe_.beta * v_o_.spread;
-    const double of_sum = p.relative + static_cast<double>(w.size()) * flush;
-    const auto weight_error = [&](double x) { return (x * (p.relative + of_sum) + flush) / (1 - of_sum); };
+    const double of_sum = p.relative + 2 * logit_noise + static_cast<double>(w.size()) * flush;
+    const auto weight_error = [&](double x) {
+      return (x * (p.relative + 2 * logit_noise + of_sum) + flush) / (1 - of_sum);
+    };
     // Rows of the weights add up to 1 whatever their rounding: D is off by what they are off in dP - D.
-    double delta_error = 0;
+    double delta_error = dp_noise;
     for (std::size_t j = 0; j < w.size(); ++j) delta_error += weight_error(w[j]) * std::fabs(dp[j] - delta);
 
     const double own = rounding_bound(recipe_.dv.weights).relative;
@@ -187,7 +205,8 @@ class Documented {
       const double error = weight_error(w[j]);
       dv_.add(key, kv_head, w[j], error + own * (w[j] + error), dout_dv_.row(token, head));
       const double ds = scale_ * w[j] * (dp[j] - delta);
-      const double before = scale_ * ((w[j] + error) * delta_error + error * std::fabs(dp[j] - delta));
+      const double before =
+          scale_ * ((w[j] + error) * delta_error + error * std::fabs(dp[j] - delta) + w[j] * dp_noise);
       const double after = before + of_ds * (std::fabs(ds) + before);
       largest_ds_ = std::max(largest_ds_, std::fabs(ds) + before);
       dq_.add(token, head, ds, after, k_dq_.row(key, kv_head));

@@ -114,7 +114,7 @@ struct Output {
 inline std::vector<Output> outputs(const Case& c, const Recipe& recipe, const Options& options = two_threads()) {
   ForwardResult f = forward(c, recipe, options);
   std::vector<Output> all = {{"o", std::move(f.o)}, {"lse", std::move(f.lse)}};
-  if (!has_backward(recipe)) return all;
+  if (!test::has_backward(recipe)) return all;
   BackwardResult b = backward(c, recipe, options);
   all.push_back({"dq", std::move(b.dq)});
   all.push_back({"dk", std::move(b.dk)});

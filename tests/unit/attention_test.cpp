@@ -409,12 +409,12 @@ TEST_P(EveryRecipe, C13_ViewsGiveTheSameBits) {
     TensorView dout = test::view(c.dout);
     dout.stride[0] = 0;  // expanded
     const Inputs inputs{q.view(), k.view(), v.view(), dout};
-    const Result<ForwardResult> f = attention_forward(c.problem, recipe, inputs, {});
+    const Result<ForwardResult> f = attention_forward(c.problem, recipe, inputs, test::two_threads());
     ASSERT_TRUE(f.ok());
     EXPECT_TRUE(test::same_bits(f->o, want[0].tensor));
     EXPECT_TRUE(test::same_bits(f->lse, want[1].tensor));
     if (!test::has_backward(recipe)) continue;
-    const Result<BackwardResult> b = attention_backward(c.problem, recipe, inputs, {});
+    const Result<BackwardResult> b = attention_backward(c.problem, recipe, inputs, test::two_threads());
     ASSERT_TRUE(b.ok());
     EXPECT_TRUE(test::same_bits(b->dq, want[2].tensor));
     EXPECT_TRUE(test::same_bits(b->dk, want[3].tensor));

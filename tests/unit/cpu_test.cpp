@@ -1,0 +1,327 @@
+// The CPU engine against the reference, on every instruction set of this machine: codes bit for bit, outputs within
+// what FP32 sums can move.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "cpu/engine.hpp"
+#include "cpu/kernels.hpp"
+#include "mxflash/quantize.hpp"
+#include "recipe/roles.hpp"
+#include "unit/attention_support.hpp"
+
+namespace mxflash {
+namespace {
+
+using test::Case;
+using test::Distribution;
+
+// ---- Codes ----
+
+std::vector<cpu::InstructionSet> sets_here() {
+  std::vector<cpu::InstructionSet> here;
+  for (const cpu::InstructionSet& set : cpu::instruction_sets()) {
+    if (set.available()) here.push_back(set);
+  }
+  return here;
+}
+
+/// Every distinct token operand of every recipe, and the formats and rules that none of them uses.
+std::vector<Operand> token_operands() {
+  std::vector<Operand> all;
+  const auto add = [&](const Operand& operand) {
+    if (std::ranges::find(all, operand) == all.end()) all.push_back(operand);
+  };
+  for (const Recipe& recipe : recipes()) {
+    for (const Place& place : places_of(recipe)) {
+      if (place.role == Role::dims || place.role == Role::tokens) add(*place.operand);
+    }
+  }
+  for (const Encoding encoding : {Encoding::e4m3, Encoding::e5m2, Encoding::e2m3, Encoding::e3m2, Encoding::e2m1}) {
+    for (const Block block :
+         {Block::token(), Block::tokens32(), Block::dims32(), Block::channel32(), Block::square32()}) {
+      for (const Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
+        add({.encoding = encoding, .block = block, .rule = ScaleRule::floor, .rounding = rounding});
+      }
+    }
+  }
+  for (const Block block : {Block::dims16(), Block::channel16()}) {
+    for (const Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
+      for (const SecondLevel level : {SecondLevel::fixed, SecondLevel::adaptive}) {
+        add({.encoding = Encoding::nvfp4, .block = block, .rounding = rounding, .second_level = level});
+      }
+    }
+  }
+  return all;
+}
+
+/// Random values with everything that has a rule of its own: zero tokens and blocks, subnormals, tiny and huge values,
+/// NaN and Inf.
+Tensor odd_tensor(DType dtype, std::vector<std::int64_t> shape, std::uint64_t seed) {
+  Tensor tensor = test::random_tensor(dtype, std::move(shape), Distribution::normal, seed);
+  const std::int64_t row = tensor.shape[1] * tensor.shape[2];
+  const auto scale = [&](std::int64_t token, float factor) {
+    if (token >= tensor.shape[0]) return;
+    for (std::int64_t i = token * row; i < (token + 1) * row; ++i) tensor.set(i, tensor.at(i) * factor);
+  };
+  scale(1, 0.0F);
+  scale(2, 1e-39F);
+  scale(3, 1e-20F);
+  scale(4, dtype == DType::f16 ? 1e3F : 1e36F);
+  scale(35, 1e-6F);
+  for (std::int64_t i = 6 * row; i < std::min<std::int64_t>(8 * row, tensor.elements()); i += 5) tensor.set(i, 0.0F);
+  if (tensor.shape[0] > 40) {
+    tensor.set(40 * row + 3, std::nanf(""));
+    tensor.set(37 * row, INFINITY);
+  }
+  return tensor;
+}
+
+void expect_codes(const cpu::InstructionSet& set, const Tensor& tensor, const Packing& packing,
+                  const QuantizeOptions& options) {
+  const TensorView view = test::view(tensor);
+  const Result<Quantized> want = quantize(view, packing, options, 1);
+  ASSERT_TRUE(want.ok());
+  cpu::Plan plan;
+  plan.packing = &packing;
+  plan.seed = options.seed;
+  plan.rotation_shift = (std::countr_zero(static_cast<std::uint64_t>(view.dims())) + 1) / 2;
+  cpu::TokenOperand operand;
+  operand.tensor = &view;
+  operand.operand = options.operand;
+  operand.rotate = options.hadamard;
+  operand.folds = options.operand.folds();
+  operand.stream = options.stream;
+  operand.tensor_scale = want->tensor_scale;
+  cpu::Workspace workspace;
+  alignas(64) static float values[256 * 32];
+  std::int32_t exponents[32];
+  std::int64_t different = 0;
+  std::string first;
+  for (const Document& document : packing.documents()) {
+    const std::int64_t begin = options.side == Side::query ? document.q_begin : document.k_begin;
+    const std::int64_t length = options.side == Side::query ? document.q_length : document.k_length;
+    for (std::int64_t head = 0; head < view.heads(); ++head) {
+      for (std::int64_t row = 0; row < length; row += kBlock) {
+        set.kernels.quantize(plan, operand, options.side, {&document, head, row, length}, head, values, exponents,
+                             workspace);
+        for (std::int64_t lane = 0; lane < std::min(kBlock, length - row); ++lane) {
+          const std::int64_t token = (begin + row + lane) * view.heads() + head;
+          bool same = exponents[lane] == want->exponents[static_cast<std::size_t>(token)];
+          for (std::int64_t d = 0; same && d < view.dims(); ++d) {
+            float value = values[d * kBlock + lane];
+            if (options.operand.block == Block::tensor()) value *= want->tensor_scale;
+            same = value == want->values[static_cast<std::size_t>(token * view.dims() + d)];
+          }
+          if (same) continue;
+          if (++different == 1) first = fmt::format("token {} head {}", begin + row + lane, head);
+        }
+      }
+    }
+  }
+  EXPECT_EQ(different, 0) << set.name << " " << to_string(options.operand.encoding) << " "
+                          << to_string(options.operand.block) << " dims " << view.dims() << ", first " << first;
+}
+
+TEST(Cpu, CodesAndExponentsAreTheReferences) {
+  const Packing packing = test::pack({{1, 2}, {45, 33}, {130, 150}});
+  for (const cpu::InstructionSet& set : sets_here()) {
+    for (const auto& [dims, dtype] : {std::pair{8, DType::f32},
+                                      {40, DType::bf16},
+                                      {64, DType::bf16},
+                                      {72, DType::f16},
+                                      {128, DType::f32},
+                                      {256, DType::f16}}) {
+      const Tensor tensor = odd_tensor(dtype, {packing.tokens_q(), 1, dims}, 7);
+      const bool hadamard = std::has_single_bit(static_cast<std::uint64_t>(dims));
+      for (const Operand& operand : token_operands()) {
+        expect_codes(set, tensor, packing, {operand, Side::query, hadamard, 99, 3});
+      }
+    }
+  }
+}
+
+TEST(Cpu, EveryE4m3AndE2m1TieAndItsNeighboursRoundAsInTheReference) {
+  // One token of 256 dims: 1 as its maximum, then ties of the format between its codes, a bit below and above.
+  const Packing packing = Packing::single(64, 64);
+  for (const Encoding encoding : {Encoding::e4m3, Encoding::e5m2, Encoding::e2m3, Encoding::e3m2, Encoding::e2m1}) {
+    const Format format = *element_format(encoding);
+    std::vector<float> values;
+    for (int code = 0; code + 1 < code_count(format) / 2; ++code) {
+      const float low = decode(format, static_cast<std::uint8_t>(code));
+      const float high = decode(format, static_cast<std::uint8_t>(code + 1));
+      if (!std::isfinite(high)) break;
+      const float tie = (low + high) / 2;
+      for (const float value : {low, tie, std::nextafter(tie, 0.0F), std::nextafter(tie, INFINITY)}) {
+        values.push_back(value);
+        values.push_back(-value);
+      }
+    }
+    Tensor tensor = Tensor::zeros(DType::f32, {64, 1, 256});
+    for (std::int64_t i = 0; i < tensor.elements(); ++i) {
+      const bool maximum = i % 256 == 0;
+      tensor.set(i, maximum ? spec_of(format).max : values[static_cast<std::size_t>(i) % values.size()]);
+    }
+    for (const cpu::InstructionSet& set : sets_here()) {
+      expect_codes(set, tensor, packing, {{.encoding = encoding, .block = Block::token()}, Side::query, false, 0, 0});
+    }
+  }
+}
+
+// ---- Outputs ----
+
+/// How far one code of P that falls on the other side of a tie moves a row: its step, relative, times w (1 - w) <= 1/4
+/// of the row, on both sides of it.
+double step_of(const Operand& weights) {
+  const std::optional<Format> format = element_format(weights.encoding);
+  const double bits = format ? spec_of(*format).mantissa_bits : 7;
+  return std::ldexp(1.0, -static_cast<int>(bits)) / 2;
+}
+
+double largest(const Tensor& tensor) {
+  double value = 0;
+  for (std::int64_t i = 0; i < tensor.elements(); ++i) {
+    if (std::isfinite(tensor.at(i))) value = std::max(value, std::fabs(static_cast<double>(tensor.at(i))));
+  }
+  return value;
+}
+
+double relative_l2(const Tensor& got, const Tensor& want) {
+  double error = 0;
+  double norm = 0;
+  for (std::int64_t i = 0; i < got.elements(); ++i) {
+    if (!std::isfinite(want.at(i))) continue;
+    error += std::pow(static_cast<double>(got.at(i)) - static_cast<double>(want.at(i)), 2);
+    norm += std::pow(static_cast<double>(want.at(i)), 2);
+  }
+  return norm == 0 ? std::sqrt(error) : std::sqrt(error / norm);
+}
+
+/// FP32 sums move a logit by about 2^-20, so that a few of 10,000 codes of P, and of blocks of dS, fall on the other
+/// side of a tie; each moves its row by a step, all others agree to rounding.
+void expect_like_reference(const Case& c, const Recipe& recipe, const std::string& where) {
+  Options reference = test::two_threads();
+  reference.engine = "reference";
+  const std::vector<test::Output> want = test::outputs(c, recipe, reference);
+  // Where the floor rule saturates, a block's largest weight just below a power of two and just above it differ by 1/8.
+  const bool floors = recipe.o.weights.rule == ScaleRule::floor;
+  const double step = floors ? 0.25 : std::max(step_of(recipe.o.weights), 0x1p-7);
+  for (const cpu::InstructionSet& set : sets_here()) {
+    Options options = reference;
+    options.engine = fmt::format("cpu:{}", set.name);
+    const std::vector<test::Output> got = test::outputs(c, recipe, options);
+    ASSERT_EQ(got.size(), want.size());
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      const double size = want[i].name == "o" ? largest(c.v) : want[i].name == "lse" ? 1 : largest(want[i].tensor);
+      EXPECT_TRUE(test::within(got[i].tensor, want[i].tensor, step * size))
+          << want[i].name << " " << recipe.name << " on " << options.engine << ", " << where;
+      EXPECT_LE(relative_l2(got[i].tensor, want[i].tensor), floors ? 5e-2 : 4e-3)
+          << want[i].name << " " << recipe.name << " on " << options.engine << ", " << where;
+    }
+  }
+}
+
+class CpuRecipes : public testing::TestWithParam<Recipe> {};
+INSTANTIATE_TEST_SUITE_P(Cpu, CpuRecipes, testing::ValuesIn(test::every_recipe()), test::name_of_recipe);
+
+TEST_P(CpuRecipes, ShapesAndMasks) {
+  const Recipe& recipe = GetParam();
+  const Packing packing = test::pack({{70, 70}, {33, 97}, {40, 9}, {0, 5}, {6, 0}, {1, 1}, {130, 140}});
+  const auto check = [&](const test::Sizes& sizes, const Mask& mask) {
+    Case c = test::random_case(packing, sizes, DType::bf16, 11);
+    c.problem.mask = mask;
+    expect_like_reference(c, recipe, fmt::format("head_dim {} window ({}, {})", sizes.head_dim, mask.left, mask.right));
+  };
+  check({2, 1, 128, 128}, Mask::causal());
+  check({2, 2, 64, 16}, Mask::full());
+  for (const Mask& mask : {Mask::causal(), Mask::full(), Mask::window(40, 0), Mask::window(7, 50)}) {
+    check({2, 1, 16, 32}, mask);
+  }
+}
+
+TEST_P(CpuRecipes, HeadDimsAndTypes) {
+  const Recipe& recipe = GetParam();
+  const Packing packing = test::pack({{40, 66}});
+  for (const std::int64_t dims : {8, 24, 40, 72, 80, 96, 120, 192, 256}) {
+    if (recipe.hadamard == Hadamard::required && !std::has_single_bit(static_cast<std::uint64_t>(dims))) continue;
+    const DType dtype = dims % 3 == 0 ? DType::f16 : dims % 5 == 0 ? DType::bf16 : DType::f32;
+    const Case c = test::random_case(packing, {1, 1, dims, dims == 192 ? 128 : dims}, dtype, 5);
+    expect_like_reference(c, recipe, fmt::format("head_dim {}", dims));
+  }
+}
+
+TEST_P(CpuRecipes, UnevenTokensAndWideLogits) {
+  const Recipe& recipe = GetParam();
+  Case c = test::random_case(test::pack_self({150, 40}), {2, 1, 64, 64}, DType::f32, 3);
+  for (std::int64_t token = 0; token < c.v.shape[0]; ++token) {
+    const auto factor = static_cast<float>(std::ldexp(1.0, static_cast<int>(test::uniform(17, 0, token) * 12)));
+    for (Tensor* tensor : {&c.v, &c.k, &c.q, &c.dout}) {
+      const std::int64_t row = tensor->shape[1] * tensor->shape[2];
+      for (std::int64_t i = token * row; i < (token + 1) * row; ++i) {
+        tensor->set(i, tensor->at(i) * (tensor == &c.v || tensor == &c.dout ? factor : std::sqrt(std::sqrt(factor))));
+      }
+    }
+  }
+  expect_like_reference(c, recipe, "uneven tokens");
+}
+
+/// Every pair of lengths around the blocks, all in one pack: its documents do not know each other.
+TEST_P(CpuRecipes, EveryPairOfLengthsAroundTheBlocks) {
+  std::vector<test::Lengths> lengths;
+  for (const std::int32_t q : {0, 1, 2, 31, 32, 33, 63, 64, 65}) {
+    for (const std::int32_t k : {0, 1, 2, 31, 32, 33, 63, 64, 65}) lengths.push_back({q, k});
+  }
+  for (const Mask& mask : {Mask::causal(), Mask::full(), Mask::window(3, -1), Mask::window(0, 33)}) {
+    Case c = test::random_case(test::pack(lengths), {1, 1, 16, 8}, DType::f32, 23);
+    c.problem.mask = mask;
+    expect_like_reference(c, GetParam(), fmt::format("window ({}, {})", mask.left, mask.right));
+  }
+}
+
+// ---- What every instruction set must agree on ----
+
+TEST(Cpu, TheEngineNamedCpuIsTheBestHere) {
+  const Recipe recipe = test::recipe_named("mxfp8");
+  const Result<const Engine*> any = select_engine("cpu", recipe);
+  ASSERT_TRUE(any.ok());
+  EXPECT_EQ((*any)->name(), fmt::format("cpu:{}", sets_here().front().name));
+  EXPECT_EQ(*select_engine("auto", recipe), *any);
+  EXPECT_EQ(sets_here().back().name, "scalar");
+}
+
+TEST(Cpu, SaysWhatItDoesNotRun) {
+  Recipe f16 = test::recipe_named("mxfp8");
+  f16.dq_accumulation = DqAccumulation::f16_causal;
+  EXPECT_TRUE(test::refused_with(select_engine("cpu:scalar", f16), {"dq_accumulation", "f32"}));
+  EXPECT_EQ((*select_engine("auto", f16))->name(), "reference");
+  Recipe f32 = test::recipe_named("mxattention");
+  f32.o.cut = WeightPair{};
+  for (const cpu::InstructionSet& set : sets_here()) {
+    EXPECT_EQ(cpu::supports(set, f32).ok(), set.exact_f32) << set.name;
+  }
+}
+
+TEST(Cpu, StatisticsAreTheReferences) {
+  for (const std::string_view name : {"mxfp8", "fp4", "naive-fp4"}) {
+    const Recipe recipe = test::recipe_named(name);
+    const Case c = test::random_case(test::pack_self({70, 33}), {2, 1, 32, 32}, DType::f32, 9);
+    Options options = test::two_threads();
+    options.engine = "reference";
+    const ForwardResult want = test::forward(c, recipe, options);
+    for (const cpu::InstructionSet& set : sets_here()) {
+      options.engine = fmt::format("cpu:{}", set.name);
+      const ForwardResult got = test::forward(c, recipe, options);
+      EXPECT_NEAR(got.statistics.row_sum_mean, want.statistics.row_sum_mean, 1e-4) << set.name;
+      EXPECT_NEAR(got.statistics.row_sum_min, want.statistics.row_sum_min, 1e-3) << set.name;
+      EXPECT_NEAR(got.statistics.flushed_p, want.statistics.flushed_p, 1e-3) << set.name;
+      if (!test::has_backward(recipe)) continue;
+      const double flushed = test::backward(c, recipe, options).statistics.flushed_ds;
+      Options reference = options;
+      reference.engine = "reference";
+      EXPECT_NEAR(flushed, test::backward(c, recipe, reference).statistics.flushed_ds, 2e-3) << set.name;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mxflash
