@@ -6,6 +6,7 @@ import statistics
 import command_line
 
 SMALL = ["--tokens", "64", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--repeats", "3", "--warmup", "0"]
+WORKLOADS = ["single", "equal", "skewed", "log-uniform"]
 
 
 class Bench(command_line.CommandLineTest):
@@ -14,7 +15,7 @@ class Bench(command_line.CommandLineTest):
         entries = result["benchmarks"]
         self.assertEqual(
             [(entry["workload"], entry["recipe"]) for entry in entries],
-            [(name, recipe) for name in ["equal", "skewed", "log-uniform"] for recipe in ["bf16", "mxfp8"]],
+            [(name, recipe) for name in WORKLOADS for recipe in ["bf16", "mxfp8"]],
         )
         method = result["method"]
         self.assertTrue(method["quantization_included"])
@@ -25,6 +26,9 @@ class Bench(command_line.CommandLineTest):
         self.assertTrue(result["machine"]["compiler"])
         for entry in entries:
             self.assertTrue(entry["check"]["right"])
+            self.assertTrue(entry["check"]["complete"])
+            covered = entry["check"]["document_heads"]
+            self.assertEqual(covered, {"checked": len(entry["cu_seqlens"]) - 1, "of": len(entry["cu_seqlens"]) - 1})
             self.assertLess(entry["check"]["accuracy"]["dq"]["relative_l2"], entry["check"]["relative_l2_limit"])
             self.assertEqual(entry["problem"]["tokens"], 64)
             cu = entry["cu_seqlens"]
@@ -58,9 +62,55 @@ class Bench(command_line.CommandLineTest):
         result = self.results("bench", *SMALL, "--workload", "equal", "--forward-only")
         self.assertIsNone(result["benchmarks"][0]["backward"])
 
+    def test_single_is_one_document(self):
+        result = self.results("bench", *SMALL, "--workload", "single", "--recipe", "bf16")
+        self.assertEqual(result["benchmarks"][0]["cu_seqlens"], [0, 64])
+
+    def test_no_check_says_so(self):
+        arguments = ["bench", *SMALL, "--workload", "equal", "--recipe", "mxfp8", "--no-check"]
+        entry = self.results(*arguments)["benchmarks"][0]
+        self.assertEqual(entry["check"], {"checked": False, "right": None})
+        for phase in ["forward", "backward"]:
+            self.assertEqual(len(entry[phase]["samples_ms"]), 3)
+        table = self.succeed(*arguments).stdout
+        self.assertIn("not checked", table)
+        self.assertIn("unchecked", table)
+
+    def test_large_checks_cover_a_part(self):
+        sizes = ["--tokens", "128", "--heads", "8", "--kv-heads", "4", "--repeats", "1", "--warmup", "0"]
+        # Four documents of 32 on four key/value heads of two query heads: 16 items of 2 * 32 * 33 / 2 pairs.
+        item = 32 * 33
+        for limit, checked in [(1, 1), (item, 1), (5 * item, 5), (16 * item - 1, 15), (16 * item, 16)]:
+            with self.subTest(limit=limit):
+                arguments = ["bench", *sizes, "--workload", "equal", "--recipe", "mxfp8", "--check-pairs", limit]
+                check = self.results(*arguments)["benchmarks"][0]["check"]
+                self.assertTrue(check["right"])
+                self.assertEqual(check["document_heads"], {"checked": checked, "of": 16})
+                self.assertEqual(check["pairs_times_heads"], {"checked": checked * item, "of": 16 * item})
+                self.assertEqual(check["complete"], checked == 16)
+                self.assertIn("right" if checked == 16 else f"{checked} of 16", self.succeed(*arguments).stdout)
+
+    def test_the_check_is_that_of_run(self):
+        """Same inputs, same outputs: the check by items finds the errors and places that `run --check` finds."""
+        sizes = ["--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--seed", "7"]
+        self.succeed("generate", "--lengths", "16x4", *sizes, "--out", self.path("in.safetensors"))
+        want = self.results("run", self.path("in.safetensors"), "--recipe", "mxfp8", "--seed", "7", "--check")[
+            "accuracy"
+        ]
+        arguments = ["--tokens", "64", "--repeats", "1", "--warmup", "0", "--workload", "equal", "--recipe", "mxfp8"]
+        got = self.results("bench", *sizes, *arguments)["benchmarks"][0]["check"]["accuracy"]
+        self.assertEqual(list(got), ["o", "dq", "dk", "dv"])
+        for name, accuracy in got.items():
+            with self.subTest(output=name):
+                self.assertEqual(accuracy["worst"]["index"], want[name]["worst"]["index"])
+                self.assertEqual(accuracy["worst"]["got"], want[name]["worst"]["got"])
+                # The file holds the softmax scale in FP32: logits up to 8 in size move by 2^-24 of that.
+                for figure in ["cosine", "relative_l2", "max_abs"]:
+                    self.assertAlmostEqual(accuracy[figure], want[name][figure], delta=1e-6)
+
     def test_help_lists_the_workloads(self):
         text = self.succeed("bench", "--help").stdout
-        for name in ["equal", "skewed", "log-uniform"]:
+        for name in WORKLOADS:
             self.assertIn(name, text)
 
     def test_refusals(self):
@@ -74,6 +124,9 @@ class Bench(command_line.CommandLineTest):
             (["--head-dim", "12"], ["12"]),
             (["--repeats", "0"], ["--repeats"]),
             (["--warmup", "-1"], ["--warmup"]),
+            (["--check-pairs", "0"], ["--check-pairs", "0"]),
+            (["--check-pairs", "many"], ["--check-pairs", "many"]),
+            (["--no-check", "--check-pairs", "5"], ["--no-check", "--check-pairs"]),
             (["--engine", "abacus"], ["abacus"]),
             (["--json", self.path("none/b.json")], ["--json"]),
         ]

@@ -38,6 +38,7 @@ std::vector<Workload> workloads(std::int64_t tokens) {
   skewed.lengths.push_back(tokens - tokens / 4);
   append_equal(skewed.lengths, tokens / 4, 32);
   return {
+      {"single", "one document", {tokens}},
       equal,
       skewed,
       {"log-uniform", "lengths log-uniform from 16 to half of the tokens, always the same ones", log_uniform(tokens)}};
