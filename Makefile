@@ -3,10 +3,12 @@ SHELL := /bin/bash
 export PATH := /usr/bin:$(PATH)  # Debian's cmake and ctest, which setup installs, whatever else there is.
 JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 30
+ARGS ?=
 export TIDY # Folders for clang-tidy, as src|tools; empty: all.
+peers = build/peers-venv
 build = cmake --preset $(1) && cmake --build --preset $(1) --parallel $(JOBS)
 
-.PHONY: help demo test lint format asan tsan coverage fuzz setup setup-dev clean
+.PHONY: help demo test lint format asan tsan coverage fuzz peers setup setup-dev clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -40,6 +42,14 @@ tsan: setup-dev ## Tests under the thread sanitizer
 fuzz: setup-dev ## Each fuzzer for FUZZ_SECONDS (30) from its corpus
 	$(call build,tidy)
 	scripts/fuzz.sh $(FUZZ_SECONDS)
+
+peers: setup ## Times the CPU engine against torch and onnxruntime (installs them): ARGS are options of bench/peers.py
+	$(call build,release)
+	$(peers)/bin/python -c '' 2>/dev/null || python3 -m venv --clear $(peers)
+	cmp --silent bench/requirements.txt $(peers)/requirements.txt || \
+	  { $(peers)/bin/python -m pip install --quiet --requirement bench/requirements.txt && \
+	  cp bench/requirements.txt $(peers)/requirements.txt; }
+	$(peers)/bin/python -B bench/peers.py $(ARGS)
 
 setup: ## Installs what building needs
 	scripts/setup.sh

@@ -149,8 +149,9 @@ class Torch:
         self.dtype = dtype
         self.name = "torch SDPA " + {torch.float32: "FP32", torch.bfloat16: "BF16"}[dtype]
         self.ceiling = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-        # BF16: twice its unit roundoff. FP32: what sums of thousands of terms may lose.
-        self.limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[dtype]
+        # BF16: four times its unit roundoff; dk and dv come close to two (6.5e-3 at 4096 tokens). FP32: what sums of
+        # thousands of terms may lose.
+        self.limit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}[dtype]
         self.ways = {}
         self.tuning = {}
 
@@ -363,7 +364,7 @@ class Mxflash:
         entry = result["benchmarks"][0]
         self.engine = entry["engine"]["name"]
         self.tuning = {phase: {"chosen": f"engine {self.engine}", "ms": {}} for phase in self.phases}
-        if entry["backward"] is None:
+        if entry["no_backward"] is not None:
             self.phases = ["forward"]
         phase = self.phases[-1]
         return {phase: entry["check"] | {"answers": "its own inputs"}}
@@ -399,31 +400,43 @@ def bench_command(binary, shape, workload, recipe, *options):
 def bench_json(binary, shape, workload, recipe, *options):
     command = bench_command(binary, shape, workload, recipe, *options)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr}{done.stdout}")
+    if done.returncode not in (0, 1):  # 1: a wrong answer, which the JSON says.
+        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr}")
     return json.loads(done.stdout)
 
 
-def ceilings(threads):
-    """What this machine gives to large products and a large copy, by torch: best of several, for 1 thread and all."""
-    result = {}
-    size, copy_bytes = 3072, 1 << 29
-    source = torch.zeros(copy_bytes // 4)
-    target = torch.empty_like(source)
-    for count in sorted({1, threads}):
-        torch.set_num_threads(count)
-        entry = {}
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-            out = torch.empty(size, size, dtype=dtype)
-            product = functools.partial(torch.mm, a, b, out=out)
-            entry[f"{name}_gflops_per_second"] = 2 * size**3 / min(milliseconds(product, 5, 2)) / 1e6
-        copy = milliseconds(lambda: target.copy_(source), 5, 1)
-        entry["copy_gb_per_second"] = 2 * copy_bytes / min(copy) / 1e6
-        result[str(count)] = entry
-    torch.set_num_threads(threads)
-    return {
-        "product": f"torch.mm of {size} x {size}",
-        "copy": f"{copy_bytes >> 20} MiB, bytes read and written",
-        "threads": result,
-    }
+class Ceilings:
+    """What this machine gives to large products and a large copy, by torch, for 1 thread and all. Other work on the
+    machine can only lower it: measured several times over the run, the best counts."""
+
+    size = 3072
+    copy_bytes = 1 << 29
+
+    def __init__(self, threads):
+        self.threads = threads
+        self.samples = {str(count): {} for count in sorted({1, threads})}
+
+    def measure(self):
+        for count, samples in self.samples.items():
+            torch.set_num_threads(int(count))
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+                a, b = (torch.randn(self.size, self.size).to(dtype) for _ in range(2))
+                product = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+                rate = 2 * self.size**3 / min(milliseconds(product, 3, 1)) / 1e6
+                samples.setdefault(f"{name}_gflops_per_second", []).append(rate)
+            source = torch.zeros(self.copy_bytes // 4)
+            copy = functools.partial(torch.empty_like(source).copy_, source)
+            rate = 2 * self.copy_bytes / min(milliseconds(copy, 3, 1)) / 1e6
+            samples.setdefault("copy_gb_per_second", []).append(rate)
+        torch.set_num_threads(self.threads)
+
+    def report(self):
+        return {
+            "product": f"torch.mm of {self.size} x {self.size}",
+            "copy": f"{self.copy_bytes >> 20} MiB, bytes read and written",
+            "threads": {
+                count: {name: max(values) for name, values in samples.items()}
+                for count, samples in self.samples.items()
+            },
+            "samples": self.samples,
+        }

@@ -86,8 +86,8 @@ def markdown(header, rows, left=1):
 
 
 def documents_text(lengths):
-    if len(lengths) == 1:
-        return f"1 of {lengths[0]}"
+    if min(lengths) == max(lengths):
+        return f"{len(lengths)} of {lengths[0]}"
     middle = statistics.median(lengths)
     return f"{len(lengths)} of {min(lengths)}..{max(lengths)}, median {number(middle)}"
 

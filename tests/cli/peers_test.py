@@ -112,6 +112,10 @@ class Tables(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "2 allowed"):
             figures.markdown(["a", "b"], [["x"]])
 
+    def test_documents(self):
+        self.assertEqual(figures.documents_text([32, 32]), "2 of 32")
+        self.assertEqual(figures.documents_text([32, 64, 768]), "3 of 32..768, median 64")
+
     def test_report(self):
         text = "\n".join(peers.lines_of(report()))
         self.assertIn("| mxflash x | forward: one call; forward+backward: batches |", text)
