@@ -23,6 +23,7 @@ Result<TensorView> required_view(const TensorFile& file, const std::string& path
   const Tensor* tensor = find(file, name);
   if (tensor != nullptr) return tensor->view(name);
   std::vector<std::string> names;
+  names.reserve(file.tensors.size());
   for (const auto& entry : file.tensors) names.push_back(entry.first);
   return invalid(fmt::format("{}: no such tensor in {} ({} given), q, k and v are required", name, path,
                              names.empty() ? "none" : fmt::format("{}", fmt::join(names, ", "))));

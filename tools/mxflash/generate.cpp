@@ -91,7 +91,7 @@ Result<DType> parse_dtype(const std::string& text) {
 }
 
 Result<std::int64_t> parse_dim(std::string_view argument, const std::string& text) {
-  const Result<std::int64_t> dim = parse_integer(argument, text, {8, 256});
+  Result<std::int64_t> dim = parse_integer(argument, text, {8, 256});
   if (!dim || *dim % 8 != 0)
     return invalid(fmt::format("{}: '{}' given, a multiple of 8 from 8 to 256 allowed", argument, text));
   return dim;
@@ -163,10 +163,10 @@ std::vector<double> channel_factors(std::uint64_t seed, std::uint64_t stream, st
   const std::int64_t group = dims / groups;
   for (std::int64_t i = 0; i < heads * groups; ++i) {
     const auto index = static_cast<std::uint64_t>(2 * i);
-    const auto half = static_cast<double>(group / 2);
-    const auto place = static_cast<std::int64_t>(uniform(seed, stream, index) * half);
+    const std::int64_t half = group / 2;
+    const auto place = static_cast<std::int64_t>(uniform(seed, stream, index) * static_cast<double>(half));
     // q takes from the lower half of a group, k from the upper.
-    const std::int64_t dim = (i % groups) * group + place + (stream % 2 == 0 ? 0 : group / 2);
+    const std::int64_t dim = (i % groups) * group + place + (stream % 2 == 0 ? 0 : half);
     factors[static_cast<std::size_t>(i / groups * dims + dim)] = 30 + 70 * uniform(seed, stream, index + 1);
   }
   return factors;

@@ -13,7 +13,6 @@
 
 namespace {
 
-using mxflash::Error;
 using mxflash::ErrorKind;
 using mxflash::Result;
 using mxflash::tool::Action;

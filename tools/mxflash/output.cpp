@@ -37,6 +37,7 @@ void print_row(const Table& table, const std::vector<std::string>& row, const st
 
 void print(const Table& table) {
   std::vector<std::size_t> widths;
+  widths.reserve(table.header.size());
   for (const std::string& name : table.header) widths.push_back(name.size());
   for (const std::vector<std::string>& row : table.rows) {
     for (std::size_t column = 0; column < row.size(); ++column) {
@@ -81,14 +82,12 @@ Progress progress_bar(const std::string& label) {
     const int filled = permille * kBarWidth / 1000;
     fmt::print(stderr, "\r{:<20} [{}{}] {:5.1f} %", label, std::string(static_cast<std::size_t>(filled), '='),
                std::string(static_cast<std::size_t>(kBarWidth - filled), ' '), permille / 10.0);
-    std::fflush(stderr);
   };
 }
 
 void end_progress() {
   if (!on_terminal()) return;
   fmt::print(stderr, "\r\033[K");
-  std::fflush(stderr);
 }
 
 }  // namespace mxflash::tool
