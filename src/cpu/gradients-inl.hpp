@@ -20,29 +20,6 @@ struct FoldSide {
   [[nodiscard]] std::int32_t at(std::size_t i) const { return exponents == nullptr ? 0 : exponents[i]; }
 };
 
-/// Groups of lanes of one key share a scale.
-HWY_INLINE void quantize_key_groups(const Operand& operand, const LaneEncoder& encoder, std::uint32_t column,
-                                    float* tile) {
-  const auto size = static_cast<std::size_t>(operand.block.rows);
-  float maxima[kBlockSize];
-  LaneScales scales;
-  for (std::size_t key = 0; key < kBlockSize; ++key) {
-    float encode[2];
-    float decode[2];
-    std::int32_t exponent[2];
-    lane_maxima(tile, key, key + 1, maxima);
-    spread_maximum(maxima, size);
-    const float group_maxima[2] = {maxima[0], maxima[kBlockSize - 1]};
-    block_scales(operand, 2, group_maxima, encode, decode, exponent);
-    for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
-      const std::size_t group = lane < kBlockSize / 2 ? 0 : 1;
-      scales.encode[lane] = encode[group];
-      scales.decode[lane] = decode[group];
-    }
-    encoder.run(tile, key, key + 1, scales, true, column + static_cast<std::uint32_t>(key));
-  }
-}
-
 /// In place, to the values of codes times scales. `column` is the first key.
 HWY_INLINE void quantize_tile(const Operand& operand, const RandomPlace& random, std::int32_t column, float* tile) {
   if (operand.encoding == Encoding::f32) return;
@@ -52,8 +29,6 @@ HWY_INLINE void quantize_tile(const Operand& operand, const RandomPlace& random,
     }
     return;
   }
-  const auto first = static_cast<std::uint32_t>(column);
-  LaneScales scales;
   if (operand.block.rows == 0) {  // static
     const VF encode = pow2(hn::Set(kI, static_exponent(operand)));
     const VF decode = pow2(hn::Set(kI, -static_exponent(operand)));
@@ -63,19 +38,8 @@ HWY_INLINE void quantize_tile(const Operand& operand, const RandomPlace& random,
     }
     return;
   }
-  const LaneEncoder encoder(operand, random);
-  if (operand.block.columns == 1) {
-    quantize_key_groups(operand, encoder, first, tile);
-    return;
-  }
-  const auto width = static_cast<std::size_t>(operand.block.columns);
-  float maxima[kBlockSize];
-  for (std::size_t key = 0; key < kBlockSize; key += width) {
-    lane_maxima(tile, key, key + width, maxima);
-    spread_maximum(maxima, static_cast<std::size_t>(operand.block.rows));
-    block_scales(operand, kBlockSize, maxima, scales.encode, scales.decode, scales.exponent);
-    encoder.run(tile, key, key + width, scales, true, first + static_cast<std::uint32_t>(key));
-  }
+  quantize_rows(operand, random, static_cast<std::uint32_t>(column), tile, kBlockSize,
+                static_cast<std::size_t>(operand.block.columns), static_cast<std::size_t>(operand.block.rows), {});
 }
 
 /// tile[key][lane] *= factor[key].
@@ -100,14 +64,13 @@ class SharedGradient {
  public:
   SharedGradient(const Operand& operand, const RandomPlace& random, const Tile& tile, const Rows& rows, const float* ds)
       : tile_(tile), rows_(rows), by_row_(operand.block.rows == 1), round_(round_to(operand.encoding)) {
-    float maxima[kBlockSize];
-    lane_maxima(ds, 0, kBlockSize, maxima);
-    if (!by_row_) spread_maximum(maxima, kBlockSize);
-    LaneScales scales;
-    block_scales(operand, kBlockSize, maxima, scales.encode, scales.decode, scales.exponent);
-    for (std::size_t lane = 0; lane < kBlockSize; ++lane) exponent_[lane] = scales.exponent[lane];
     for (std::size_t i = 0; i < kTileSize; i += kLanes) hn::Store(hn::Load(kF, ds + i), kF, codes_ + i);
-    LaneEncoder(operand, random).run(codes_, 0, kBlockSize, scales, false, static_cast<std::uint32_t>(tile.key));
+    float unit[kBlockSize];  // The codes stay codes.
+    BlockScales scales;
+    scales.exponent = exponent_;
+    scales.decode = unit;
+    quantize_rows(operand, random, static_cast<std::uint32_t>(tile.key), codes_, kBlockSize, kBlockSize,
+                  static_cast<std::size_t>(operand.block.rows), scales);
   }
 
   /// Relative to the largest exponent of K in the block, or among the keys that a row sees.

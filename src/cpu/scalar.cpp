@@ -27,20 +27,13 @@ RoundTo round_to(Encoding encoding) {
   return out;
 }
 
-void block_scales(const Operand& operand, int count, const float* maxima, float* encode, float* decode,
-                  std::int32_t* exponents) {
-  const bool divides = operand.encoding == Encoding::nvfp4;
-  for (int i = 0; i < count; ++i) {
-    const BlockScale scale = block_scale(operand, maxima[i]);
-    exponents[i] = scale.exponent;
-    if (divides) {
-      encode[i] = scale.divisor == 0.0F ? 1.0F : scale.divisor;
-      decode[i] = scale.divisor;
-    } else {
-      encode[i] = detail::pow2(-scale.exponent);
-      decode[i] = detail::pow2(scale.exponent);
-    }
-  }
+ScaleLimit scale_limit(const Operand& operand) {
+  constexpr std::uint32_t kMantissa = 0x7FFFFF;
+  const Format format = *element_format(operand.encoding);
+  const FormatSpec spec = spec_of(format);
+  if (operand.rule == ScaleRule::floor) return {spec.max_exponent, static_cast<std::int32_t>(kMantissa)};
+  const auto bits = detail::bits_of(operand.rule == ScaleRule::uos ? uos_threshold(format) : spec.max);
+  return {detail::floor_log2(bits), static_cast<std::int32_t>(bits & kMantissa)};
 }
 
 void second_levels(int count, const float* maxima, std::int32_t* exponents) {

@@ -21,10 +21,13 @@ struct RoundTo {
 };
 RoundTo round_to(Encoding encoding);
 
-/// Scales of `count` blocks of a token operand or of dS from their maxima: x encode is rounded, then multiplied by
-/// decode. With nvfp4, encode divides. `exponents` are those of power-of-two scales.
-void block_scales(const Operand& operand, int count, const float* maxima, float* encode, float* decode,
-                  std::int32_t* exponents);
+/// A power-of-two scale's exponent: that of the maximum less `limit_exponent`, + 1 where the mantissa bits of the maximum
+/// are above `limit_mantissa`.
+struct ScaleLimit {
+  std::int32_t limit_exponent = 0;
+  std::int32_t limit_mantissa = 0;
+};
+ScaleLimit scale_limit(const Operand& operand);
 
 /// nvfp4's adaptive second level.
 void second_levels(int count, const float* maxima, std::int32_t* exponents);

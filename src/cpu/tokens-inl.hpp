@@ -26,6 +26,8 @@ struct TokenBlock {
   std::int32_t exponent[kBlockSize] = {};  ///< The folding exponent, or nvfp4's second level; else 0.
   std::int32_t poisoned[kBlockSize] = {};
   bool any_poisoned = false;
+  float* scale = nullptr;     ///< [blocks][32]: x shall hold codes where blocks do not fold, their scales be here.
+  std::size_t width = 0;      ///< Dims of a block.
   float largest = 0;  ///< Of |x| before quantization, without poisoned tokens.
 };
 
@@ -143,46 +145,81 @@ HWY_INLINE void lane_maxima(const float* x, std::size_t begin, std::size_t end, 
   }
 }
 
-/// Replaces every lane of `values` by the largest of its group of `size` lanes.
+/// Replaces every lane of `values` by the largest of its group of 16 or 32 lanes.
 HWY_INLINE void spread_maximum(float* values, std::size_t size) {
-  for (std::size_t begin = 0; begin < kBlockSize; begin += size) {
-    float largest = values[begin];
-    for (std::size_t i = begin + 1; i < begin + size; ++i) largest = values[i] > largest ? values[i] : largest;
-    for (std::size_t i = begin; i < begin + size; ++i) values[i] = largest;
+  float largest[2];
+  for (std::size_t half = 0; half < 2; ++half) {
+    VF most = hn::Zero(kF);
+    for (std::size_t i = 0; i < kBlockSize / 2; i += kLanes) {
+      most = hn::Max(most, hn::LoadU(kF, values + half * kBlockSize / 2 + i));
+    }
+    largest[half] = hn::GetLane(hn::MaxOfLanes(kF, most));
+  }
+  if (size == kBlockSize) largest[0] = largest[1] = HWY_MAX(largest[0], largest[1]);
+  for (std::size_t i = 0; i < kBlockSize; i += kLanes) {
+    hn::StoreU(hn::Set(kF, largest[2 * i / kBlockSize]), kF, values + i);
   }
 }
 
-/// Scales of 32 lanes, as block_scales gives them.
-struct LaneScales {
-  float encode[kBlockSize];
-  float decode[kBlockSize];
-  std::int32_t exponent[kBlockSize];
+/// Scales of a vector of blocks.
+struct Scales {
+  VF encode;  ///< Multiplies before rounding; of nvfp4, divides.
+  VF decode;
+  VI exponent;  ///< Of power-of-two scales.
 };
 
-/// Rounds rows [begin, end) of x in place to what their codes decode to.
-class LaneEncoder {
+/// Scales from the blocks' maxima, as block_scale in quantize/scales.hpp has them.
+class ScaleMaker {
  public:
-  LaneEncoder(const Operand& operand, const RandomPlace& random)
+  explicit ScaleMaker(const Operand& operand)
+      : nvfp4_(operand.encoding == Encoding::nvfp4), limit_(scale_limit(operand)), e4m3_(round_to(Encoding::e4m3)) {}
+
+  HWY_INLINE Scales operator()(VF maximum) const { return nvfp4_ ? with_mantissa(maximum) : powers(maximum); }
+
+ private:
+  /// Subnormal maxima have the least exponent as well: every format's limit is at least 4.
+  HWY_INLINE Scales powers(VF maximum) const {
+    const VI bits = hn::BitCast(kI, maximum);
+    const VI above = hn::IfThenElseZero(
+        hn::Gt(hn::And(bits, hn::Set(kI, 0x7FFFFF)), hn::Set(kI, limit_.limit_mantissa)), hn::Set(kI, 1));
+    VI exponent = hn::Add(hn::Sub(hn::ShiftRight<23>(bits), hn::Set(kI, 127 + limit_.limit_exponent)), above);
+    exponent = hn::Min(hn::Max(exponent, hn::Set(kI, -127)), hn::Set(kI, 127));
+    return {pow2(hn::Neg(exponent)), pow2(exponent), exponent};
+  }
+  /// A sixth rounded to FP32 and then to E4M3 is a sixth rounded once: no FP32 number's sixth lies so near a tie of E4M3
+  /// that the first rounding could reach it.
+  HWY_INLINE Scales with_mantissa(VF maximum) const {
+    const VF sixth = e4m3_(hn::Div(maximum, hn::Set(kF, 6.0F)));
+    const MF zero = hn::Eq(maximum, hn::Zero(kF));
+    const VF scale = hn::IfThenZeroElse(zero, hn::Max(sixth, hn::Set(kF, 0x1p-9F)));
+    return {hn::IfThenElse(zero, hn::Set(kF, 1.0F), scale), scale, hn::Zero(kI)};
+  }
+
+  bool nvfp4_;
+  ScaleLimit limit_;
+  NearestRounder e4m3_;
+};
+
+/// Rounds to what codes decode to.
+class Encoder {
+ public:
+  Encoder(const Operand& operand, const RandomPlace& random)
       : nearest_(round_to(operand.encoding)),
         stochastic_(round_to(operand.encoding)),
         random_(random),
-        divides_(operand.encoding == Encoding::nvfp4 || operand.block == Block{0, 0}),
+        divides_(operand.encoding == Encoding::nvfp4 || operand.block.rows == 0),
         by_chance_(operand.rounding == Rounding::stochastic) {}
 
-  /// `column` is that of row `begin`.
-  HWY_INLINE void run(float* x, std::size_t begin, std::size_t end, const LaneScales& scales, bool decodes,
+  /// Lanes [lane, lane + kLanes) of rows [begin, end), in place; row d is column d + `column` of the operand.
+  HWY_INLINE void run(float* x, std::size_t begin, std::size_t end, std::size_t lane, VF encode, VF decode,
                       std::uint32_t column) const {
-    for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
-      const VF encode = hn::LoadU(kF, scales.encode + lane);
-      const VF decode = decodes ? hn::LoadU(kF, scales.decode + lane) : hn::Set(kF, 1.0F);
-      for (std::size_t d = begin; d < end; ++d) {
-        float* at = x + d * kBlockSize + lane;
-        const VF scaled = divides_ ? hn::Div(hn::Load(kF, at), encode) : hn::Mul(hn::Load(kF, at), encode);
-        const VF code =
-            by_chance_ ? stochastic_(scaled, random_bits(random_, lane, column + static_cast<std::uint32_t>(d - begin)))
-                       : nearest_(scaled);
-        hn::Store(hn::Mul(code, decode), kF, at);
-      }
+    for (std::size_t d = begin; d < end; ++d) {
+      float* at = x + d * kBlockSize + lane;
+      const VF scaled = divides_ ? hn::Div(hn::Load(kF, at), encode) : hn::Mul(hn::Load(kF, at), encode);
+      const VF code = by_chance_
+                          ? stochastic_(scaled, random_bits(random_, lane, column + static_cast<std::uint32_t>(d)))
+                          : nearest_(scaled);
+      hn::Store(hn::Mul(code, decode), kF, at);
     }
   }
 
@@ -193,6 +230,35 @@ class LaneEncoder {
   bool divides_;
   bool by_chance_;
 };
+
+/// What quantize_rows leaves besides the values.
+struct BlockScales {
+  std::int32_t* exponent = nullptr;  ///< [32], of the last row of blocks.
+  float* decode = nullptr;           ///< [blocks][32]: the values are codes; null: they are codes times scales.
+};
+
+/// Quantizes x [rows][32] in place in blocks of `width` rows and `height` lanes.
+HWY_INLINE void quantize_rows(const Operand& operand, const RandomPlace& random, std::uint32_t column, float* x,
+                              std::size_t rows, std::size_t width, std::size_t height, const BlockScales& out) {
+  const ScaleMaker make(operand);
+  const Encoder encoder(operand, random);
+  float maxima[kBlockSize];
+  for (std::size_t begin = 0; begin < rows; begin += width) {
+    const std::size_t end = HWY_MIN(begin + width, rows);
+    lane_maxima(x, begin, end, maxima);
+    if (height > 1) spread_maximum(maxima, height);
+    for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+      const Scales scales = make(hn::LoadU(kF, maxima + lane));
+      if (out.exponent != nullptr) hn::StoreU(scales.exponent, kI, out.exponent + lane);
+      VF decode = scales.decode;
+      if (out.decode != nullptr) {
+        hn::StoreU(decode, kF, out.decode + begin / width * kBlockSize + lane);
+        decode = hn::Set(kF, 1.0F);
+      }
+      encoder.run(x, begin, end, lane, scales.encode, decode, column);
+    }
+  }
+}
 
 /// Divides by nvfp4's second level: per token, or one over all rows of the strip, given as `strip_maximum`.
 HWY_INLINE void apply_second_level(const Operand& operand, float strip_maximum, TokenBlock& block) {
@@ -210,23 +276,16 @@ HWY_INLINE void apply_second_level(const Operand& operand, float strip_maximum, 
   scale_lanes(block.x, block.dims, factor);
 }
 
+/// In blocks along dims: codes, scales apart, where block.scale is there to take them.
 HWY_INLINE void quantize_scaled(const Operand& operand, const RandomPlace& random, TokenBlock& block) {
-  const LaneEncoder encoder(operand, random);
   const bool folds = operand.block.columns == 0;
-  const std::size_t width = folds ? block.dims : static_cast<std::size_t>(operand.block.columns);
-  const auto height = static_cast<std::size_t>(operand.block.rows);
-  float maxima[kBlockSize];
-  LaneScales scales;
-  for (std::size_t begin = 0; begin < block.dims; begin += width) {
-    const std::size_t end = HWY_MIN(begin + width, block.dims);
-    lane_maxima(block.x, begin, end, maxima);
-    spread_maximum(maxima, height);
-    block_scales(operand, kBlockSize, maxima, scales.encode, scales.decode, scales.exponent);
-    if (folds) {
-      for (std::size_t lane = 0; lane < kBlockSize; ++lane) block.exponent[lane] = scales.exponent[lane];
-    }
-    encoder.run(block.x, begin, end, scales, !folds, static_cast<std::uint32_t>(begin));
-  }
+  block.width = folds ? block.dims : static_cast<std::size_t>(operand.block.columns);
+  float unit[kBlockSize];  // A folding operand's codes stay codes: its scale is in the exponents.
+  BlockScales out;
+  out.decode = folds ? unit : block.scale;
+  if (folds) out.exponent = block.exponent;
+  quantize_rows(operand, random, 0, block.x, block.dims, block.width, static_cast<std::size_t>(operand.block.rows),
+                out);
 }
 
 /// Codes' values in place of x, as `quantize` gives them.
@@ -242,9 +301,10 @@ HWY_INLINE void quantize_block(const TokenOperand& operand, const RandomPlace& r
     return;
   }
   if (how.block.rows == 0) {  // tensor-wide
-    LaneScales scales;
-    for (float& encode : scales.encode) encode = operand.tensor_scale;
-    LaneEncoder(how, random).run(block.x, 0, block.dims, scales, false, 0);
+    const Encoder encoder(how, random);
+    for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+      encoder.run(block.x, 0, block.dims, lane, hn::Set(kF, operand.tensor_scale), hn::Set(kF, 1.0F), 0);
+    }
     return;
   }
   apply_second_level(how, strip_maximum, block);
