@@ -9,7 +9,7 @@
 
 #include "cpu/gradients-inl.hpp"
 #include "cpu/kernels.hpp"
-#include "cpu/multiply-inl.hpp"
+#include "cpu/scores-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace mxflash::cpu::HWY_NAMESPACE {
@@ -40,18 +40,32 @@ HWY_INLINE float strip_maximum(const Plan& plan, const TokenOperand& operand, co
   return largest;
 }
 
-/// One block of tokens of `length`, quantized, exponents apart.
+/// A block of tokens before it is quantized, and what else decides its codes.
+struct Fresh {
+  TokenBlock block;
+  RandomPlace random;
+  float strip_maximum = 0;
+};
+
+/// Reads one block of a document's `length` tokens.
+HWY_INLINE void read_block(const Plan& plan, const TokenOperand& operand, const TokenPlace& place, std::int64_t length,
+                           Workspace& work, Fresh& fresh) {
+  fresh.block.x = work.block.data();
+  if (operand.operand.second_level == SecondLevel::adaptive && operand.operand.block.rows != 1) {
+    fresh.strip_maximum = strip_maximum(plan, operand, place, length, work);
+  }
+  load_block(operand, plan.rotation_shift, place, work.rows.data(), fresh.block);
+  fresh.random = {plan.seed, static_cast<std::uint32_t>(operand.stream), static_cast<std::uint32_t>(place.head),
+                  static_cast<std::int32_t>(place.row)};
+}
+
+/// One block of tokens, quantized, exponents apart.
 HWY_INLINE void make_block(const Plan& plan, const TokenOperand& operand, const TokenPlace& place, std::int64_t length,
                            Workspace& work, TokenBlock& block) {
-  block.x = work.block.data();
-  float maximum = 0;
-  if (operand.operand.second_level == SecondLevel::adaptive && operand.operand.block.rows != 1) {
-    maximum = strip_maximum(plan, operand, place, length, work);
-  }
-  load_block(operand, plan.rotation_shift, place, work.rows.data(), block);
-  const RandomPlace random{plan.seed, static_cast<std::uint32_t>(operand.stream),
-                           static_cast<std::uint32_t>(place.head), static_cast<std::int32_t>(place.row)};
-  quantize_block(operand, random, maximum, block);
+  Fresh fresh;
+  read_block(plan, operand, place, length, work, fresh);
+  quantize_block(operand, fresh.random, fresh.strip_maximum, fresh.block);
+  block = fresh.block;
 }
 
 /// In place: takes the gradient of a rotated row back to the row.
@@ -91,7 +105,8 @@ HWY_INLINE void store_block(const Output& out, const float* x, std::size_t dims,
   }
 }
 
-template <class Multiply>
+/// `Scores` multiplies S, `Out` O, `Multiply` everything else.
+template <class Multiply, class Scores, class Out>
 class Unit {
  public:
   using Element = typename Multiply::Element;
@@ -116,11 +131,12 @@ class Unit {
 
   void forward(const Forward& out) {
     Multiply::begin();
-    elements(work_.k_rows, tiles_ * kBlockSize * d_);
-    elements(work_.v_columns, tiles_ * kBlockSize * dv_);
-    if (plan_.has_o_cut) elements(work_.v_cut, tiles_ * kBlockSize * dv_);
-    elements(work_.weights, tiles_ * kTileSize);
-    elements(work_.q_columns, d_ * kBlockSize);
+    const std::size_t tiles = HWY_MAX(tiles_, 1);
+    work_.k_rows.require(tiles * Scores::bytes(d_));
+    work_.v_columns.require(tiles * Out::value_bytes(dv_));
+    if (plan_.has_o_cut) work_.v_cut.require(tiles * Out::value_bytes(dv_));
+    work_.weights.require(tiles * Out::weight_bytes());
+    work_.q_columns.require(Scores::bytes(d_));
     for (std::size_t tile = 0; tile < tiles_; ++tile) load_keys_forward(tile);
     count_poisoned();
     const std::int64_t group = plan_.heads / plan_.kv_heads;
@@ -275,32 +291,48 @@ class Unit {
     Multiply::rows(block.x, block.dims, padded, out, at(work_.staging, 0));
   }
 
-  void load_keys_forward(std::size_t tile) {
+  [[nodiscard]] std::byte* key_block(std::size_t tile) const { return work_.k_rows.data() + tile * Scores::bytes(d_); }
+
+  /// Reads and quantizes a block for S; it then waits to be put at `out`.
+  void load_scored(const TokenOperand& operand, const TokenPlace& place, std::int64_t length, Fresh& fresh,
+                   std::byte* out) {
+    read_block(plan_, operand, place, length, work_, fresh);
+    Scores::quantize(operand, fresh.random, fresh.strip_maximum, d_, fresh.block, out);
+  }
+
+  void load_keys(std::size_t tile, const TokenPlace& place, Fresh& fresh) {
+    load_scored(plan_.k_s, place, document_.k_length, fresh, key_block(tile));
+    note_poisoned(fresh.block, k_poisoned() + tile * kBlockSize);
+    work_.k_largest.data()[tile] = fresh.block.largest;
+  }
+
+  void load_values(const TokenOperand& operand, std::size_t tile, std::int32_t* folds, std::byte* out) {
     const TokenPlace place = key_place(tile);
-    TokenBlock block;
-    load(plan_.k_s, place, document_.k_length, block);
-    note_poisoned(block, k_poisoned() + tile * kBlockSize);
-    work_.k_largest.data()[tile] = block.largest;
-    put_rows(block, d_, at(work_.k_rows, tile * kBlockSize * d_));
-    load(plan_.v_o, place, document_.k_length, block);
-    note_poisoned(block, v_poisoned() + tile * kBlockSize);
-    put_lanes(plan_.v_o, place, dv_, block, v_folds(tile), at(work_.v_columns, tile * kBlockSize * dv_));
-    if (!plan_.has_o_cut) return;
-    load(plan_.v_o_cut, place, document_.k_length, block);
-    put_lanes(plan_.v_o_cut, place, dv_, block, v_cut_folds(tile), at(work_.v_cut, tile * kBlockSize * dv_));
+    Fresh fresh;
+    read_block(plan_, operand, place, document_.k_length, work_, fresh);
+    note_poisoned(fresh.block, v_poisoned() + tile * kBlockSize);
+    Out::put_values(operand, fresh.random, fresh.strip_maximum, dv_, fresh.block, out + tile * Out::value_bytes(dv_));
+    if (operand.folds) note_folds(fresh.block, place.count, folds);
+  }
+
+  void load_keys_forward(std::size_t tile) {
+    Fresh fresh;
+    load_keys(tile, key_place(tile), fresh);
+    Scores::put_keys(fresh.block, d_, work_.staging.data(), key_block(tile));
+    load_values(plan_.v_o, tile, v_folds(tile), work_.v_columns.data());
+    if (plan_.has_o_cut) load_values(plan_.v_o_cut, tile, v_cut_folds(tile), work_.v_cut.data());
   }
 
   void load_keys_backward(std::size_t tile) {
     const TokenPlace place = key_place(tile);
     const std::int64_t length = document_.k_length;
-    TokenBlock block;
-    load(plan_.k_s, place, length, block);
-    note_poisoned(block, k_poisoned() + tile * kBlockSize);
-    work_.k_largest.data()[tile] = block.largest;
+    Fresh fresh;
+    load_keys(tile, place, fresh);
     if (plan_.k_shared && plan_.k_dq.folds) {
-      put_lanes(plan_.k_dq, place, d_, block, k_folds(tile), at(work_.k_columns, tile * kBlockSize * d_));
+      put_lanes(plan_.k_dq, place, d_, fresh.block, k_folds(tile), at(work_.k_columns, tile * kBlockSize * d_));
     }
-    put_rows(block, d_, at(work_.k_rows, tile * kBlockSize * d_));
+    Scores::put_keys(fresh.block, d_, work_.staging.data(), key_block(tile));
+    TokenBlock block;
     if (!plan_.k_shared || !plan_.k_dq.folds) {
       load(plan_.k_dq, place, length, block);
       put_lanes(plan_.k_dq, place, d_, block, k_folds(tile), at(work_.k_columns, tile * kBlockSize * d_));
@@ -381,10 +413,14 @@ class Unit {
     Multiply::run(product);
   }
 
+  void multiply_scores(const std::byte* keys_of_tile, const std::byte* queries, float* c) {
+    Scores::run(keys_of_tile, queries, static_cast<std::size_t>(plan_.head_dim), d_, c);
+  }
+
   /// Logits of the block against all its tiles, and the row references.
   void score_block() {
     for (std::size_t index = first_tile_; index < end_tile_; ++index) {
-      multiply_tile(at(work_.k_rows, index * kBlockSize * d_), at(work_.q_columns, 0), d_, scores(index));
+      multiply_scores(key_block(index), work_.q_columns.data(), scores(index));
       if (may_overflow(index)) restore_tile(index);
       score_tile(tile_at(index), plan_.logit_factor, scores(index), rows_);
     }
@@ -402,31 +438,23 @@ class Unit {
 
   /// The tile once more with q and k 2^-64 times as large, for the pairs that overflowed.
   void restore_tile(std::size_t index) {
-    const std::size_t count = d_ * kBlockSize;
-    Element* q = elements(work_.q_small, count);
-    Element* k = elements(work_.k_small, count);
-    Multiply::scaled(at(work_.q_columns, 0), count, 0x1p-64F, q);
-    Multiply::scaled(at(work_.k_rows, index * count), count, 0x1p-64F, k);
+    std::byte* q = work_.q_small.require(Scores::bytes(d_));
+    std::byte* k = work_.k_small.require(Scores::bytes(d_));
+    Scores::scaled(work_.q_columns.data(), d_, 0x1p-64F, q);
+    Scores::scaled(key_block(index), d_, 0x1p-64F, k);
     alignas(64) float small[kTileSize];
-    multiply_tile(k, q, d_, small);
+    multiply_scores(k, q, small);
     const float factor = HWY_MAX(1.0F, __builtin_fabsf(plan_.logit_factor));
     restore_scores(small, 1e38F / factor, scores(index));
   }
 
-  struct ForwardSink {
-    Element* tile;
-    HWY_INLINE void put(std::size_t pair, std::size_t lane, VF even, VF odd, VF /*even_counted*/,
-                        VF /*odd_counted*/) const {
-      Multiply::put_pair(tile, pair, lane, even, odd);
-    }
-  };
   /// Keeps what keys count in l, in the place of the logits.
   struct BackwardSink {
     float* tile;
-    HWY_INLINE void put(std::size_t pair, std::size_t lane, VF /*even*/, VF /*odd*/, VF even_counted,
-                        VF odd_counted) const {
-      hn::Store(even_counted, kF, tile + 2 * pair * kBlockSize + lane);
-      hn::Store(odd_counted, kF, tile + (2 * pair + 1) * kBlockSize + lane);
+    HWY_INLINE void begin(const TileScales& /*scales*/) const {}
+    HWY_INLINE void put(std::size_t pair, std::size_t lane, const WeighedPair& w) const {
+      hn::Store(w.even_counted, kF, tile + 2 * pair * kBlockSize + lane);
+      hn::Store(w.odd_counted, kF, tile + (2 * pair + 1) * kBlockSize + lane);
     }
   };
 
@@ -441,31 +469,27 @@ class Unit {
 
   void forward_block(const Forward& out, std::int64_t head, std::int64_t query) {
     const TokenPlace place = query_place(head, query);
-    TokenBlock block;
-    load(plan_.q_s, place, document_.q_length, block);
-    q_largest_ = block.largest;
-    apply_exponents(block);
-    Multiply::columns(block.x, block.dims, d_, at(work_.q_columns, 0));
+    Fresh fresh;
+    load_scored(plan_.q_s, place, document_.q_length, fresh, work_.q_columns.data());
+    q_largest_ = fresh.block.largest;
+    Scores::put_queries(fresh.block, d_, work_.q_columns.data());
     start_block(query);
     score_block();
     for (std::size_t index = first_tile_; index < end_tile_; ++index) {
       const Tile tile = tile_at(index);
-      Element* weights = at(work_.weights, index * kTileSize);
-      weigh_tile(rule_at(tile), tile, scores(index), ForwardSink{weights}, rows_);
+      std::byte* weights = weights_of(index);
+      weigh_tile(rule_at(tile), tile, scores(index), typename Out::Sink{weights}, rows_);
       const bool cut = plan_.has_o_cut && tile.cut;
-      work_.left.data()[index] = at(cut ? work_.v_cut : work_.v_columns, index * kBlockSize * dv_);
+      work_.left.data()[index] = (cut ? work_.v_cut : work_.v_columns).data() + index * Out::value_bytes(dv_);
       work_.right.data()[index] = weights;
     }
-    Product product;
-    product.m = dv_;
-    product.n = kBlockSize;
-    product.k = kBlockSize;
-    product.segments = end_tile_ - first_tile_;
-    product.a = work_.left.data() + first_tile_;
-    product.b = work_.right.data() + first_tile_;
-    product.c = work_.product.data();
-    Multiply::run(product);
-    finish_forward(out, place, block);
+    Out::run(work_.left.data() + first_tile_, work_.right.data() + first_tile_, end_tile_ - first_tile_, dv_,
+             work_.product.data());
+    finish_forward(out, place, fresh.block);
+  }
+
+  [[nodiscard]] std::byte* weights_of(std::size_t index) const {
+    return work_.weights.data() + index * Out::weight_bytes();
   }
 
   [[nodiscard]] double normalizer(std::size_t lane) const {
@@ -520,7 +544,7 @@ class Unit {
           const double s = static_cast<double>(t) - (tile.folds == nullptr ? 0 : tile.folds[key]);
           count_probability(counts_.weights, s - static_cast<double>(rows_.reference_s[lane]),
                             normalizer(lane) / static_cast<double>(plan_.unit),
-                            Multiply::is_zero(at(work_.weights, index * kTileSize), key, lane));
+                            Out::is_zero(weights_of(index), key, lane));
         }
       }
     }
@@ -531,11 +555,11 @@ class Unit {
 
   void prepare_backward() {
     const std::size_t blocks = static_cast<std::size_t>(kStripBlocks);
-    elements(work_.k_rows, tiles_ * kBlockSize * d_);
+    work_.k_rows.require(HWY_MAX(tiles_, 1) * Scores::bytes(d_));
     elements(work_.v_rows, tiles_ * kBlockSize * dv_);
     elements(work_.k_columns, tiles_ * kBlockSize * d_);
     if (plan_.has_dq_cut) elements(work_.k_cut, tiles_ * kBlockSize * d_);
-    elements(work_.q_columns, d_ * kBlockSize);
+    work_.q_columns.require(Scores::bytes(d_));
     elements(work_.do_columns, dv_ * kBlockSize);
     elements(work_.q_pairs, blocks * d_ * kBlockSize);
     elements(work_.do_pairs, blocks * dv_ * kBlockSize);
@@ -610,15 +634,15 @@ class Unit {
   void load_queries(const TokenPlace& place, std::size_t block) {
     const std::int64_t length = document_.q_length;
     BlockState& state = states_[block];
-    TokenBlock tokens;
     Element* pairs = at(work_.q_pairs, block * d_ * kBlockSize);
-    load(plan_.q_s, place, length, tokens);
-    q_largest_ = tokens.largest;
-    for (std::size_t lane = 0; lane < kBlockSize; ++lane) q_poisoned_[lane] = tokens.poisoned[lane];
+    Fresh fresh;
+    load_scored(plan_.q_s, place, length, fresh, work_.q_columns.data());
+    q_largest_ = fresh.block.largest;
+    for (std::size_t lane = 0; lane < kBlockSize; ++lane) q_poisoned_[lane] = fresh.block.poisoned[lane];
     const bool shared = plan_.q_shared && plan_.q_dk.folds;
-    if (shared) put_pairs(plan_.q_dk, d_, tokens, state.q_exponent, pairs);
-    apply_exponents(tokens);
-    Multiply::columns(tokens.x, tokens.dims, d_, at(work_.q_columns, 0));
+    if (shared) put_pairs(plan_.q_dk, d_, fresh.block, state.q_exponent, pairs);
+    Scores::put_queries(fresh.block, d_, work_.q_columns.data());
+    TokenBlock tokens;
     if (!shared) {
       load(plan_.q_dk, place, length, tokens);
       put_pairs(plan_.q_dk, d_, tokens, state.q_exponent, pairs);

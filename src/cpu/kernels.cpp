@@ -10,14 +10,41 @@ HWY_BEFORE_NAMESPACE();
 namespace mxflash::cpu::HWY_NAMESPACE {
 
 template <class Multiply>
+using ValueUnit = Unit<Multiply, ValueScores<Multiply>, ValueOutput<Multiply>>;
+
+template <class Multiply>
 void forward(const Plan& plan, const Item& item, const Forward& out, Workspace& work, Counts& counts) {
-  Unit<Multiply>(plan, item, work, counts).forward(out);
+  ValueUnit<Multiply>(plan, item, work, counts).forward(out);
 }
 
 template <class Multiply>
 void backward(const Plan& plan, const Item& item, const Backward& out, Workspace& work, Counts& counts) {
-  Unit<Multiply>(plan, item, work, counts).backward(out);
+  ValueUnit<Multiply>(plan, item, work, counts).backward(out);
 }
+
+#if HWY_TARGET == HWY_AVX3
+
+/// Codes where a recipe's are small integers, values elsewhere.
+void forward_vnni(const Plan& plan, const Item& item, const Forward& out, Workspace& work, Counts& counts) {
+  using Value = ValueOutput<FmaMultiply>;
+  if (plan.int8_scores && plan.int8_output) {
+    Unit<FmaMultiply, Int8Scores, Int8Output>(plan, item, work, counts).forward(out);
+  } else if (plan.int8_scores) {
+    Unit<FmaMultiply, Int8Scores, Value>(plan, item, work, counts).forward(out);
+  } else {
+    forward<FmaMultiply>(plan, item, out, work, counts);
+  }
+}
+
+void backward_vnni(const Plan& plan, const Item& item, const Backward& out, Workspace& work, Counts& counts) {
+  if (plan.int8_scores) {
+    Unit<FmaMultiply, Int8Scores, ValueOutput<FmaMultiply>>(plan, item, work, counts).backward(out);
+  } else {
+    backward<FmaMultiply>(plan, item, out, work, counts);
+  }
+}
+
+#endif
 
 void quantize(const Plan& plan, const TokenOperand& operand, Side side, const Item& item, std::int64_t head, float* x,
               std::int32_t* exponents, Workspace& work) {
@@ -42,6 +69,7 @@ Kernels kernels_of() {
 Kernels fma_kernels() { return kernels_of<FmaMultiply>(); }
 #if HWY_TARGET == HWY_AVX3
 Kernels amx_kernels() { return kernels_of<AmxMultiply>(); }
+Kernels vnni_kernels() { return {forward_vnni, backward_vnni, quantize}; }
 #endif
 
 }  // namespace mxflash::cpu::HWY_NAMESPACE
@@ -49,7 +77,7 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 
-#include "cpu/amx.hpp"
+#include "cpu/features.hpp"
 
 namespace mxflash::cpu {
 namespace {
@@ -66,6 +94,8 @@ std::vector<InstructionSet> make_sets() {
 #if HWY_TARGETS & HWY_AVX3
   sets.push_back({"amx", "AMX tiles of BF16", "a CPU with AMX-BF16 and AVX-512, and a system that lets programs use it",
                   has_amx, false, N_AVX3::amx_kernels()});
+  sets.push_back({"avx512vnni", "int8 dot products of 4-bit codes, FP32 multiply-adds elsewhere",
+                  "a CPU with AVX-512 VNNI", has_vnni, true, N_AVX3::vnni_kernels()});
   sets.push_back({"avx512", "FP32 multiply-adds, 16 lanes", "a CPU with AVX-512 (F, BW, CD, DQ, VL)", has<HWY_AVX3>,
                   true, N_AVX3::fma_kernels()});
 #endif

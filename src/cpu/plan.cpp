@@ -16,6 +16,18 @@ using reference::Stream;
 
 bool is_static(const Operand& weights) { return weights.quantized() && weights.block == Block::tensor(); }
 
+bool is_e2m1(const Operand& operand) {
+  return (operand.encoding == Encoding::e2m1 || operand.encoding == Encoding::nvfp4) && operand.block.rows != 0;
+}
+
+bool is_int8_dims(const Operand& operand) { return is_e2m1(operand) && operand.block.columns != 1; }
+
+bool is_int8_tokens(const Operand& operand) { return is_e2m1(operand) && operand.block.columns <= 1; }
+
+bool is_int8_weights(const Operand& operand) {
+  return operand.encoding == Encoding::e2m1 && operand.block == Block::dims32();
+}
+
 TokenOperand token_operand(const TensorView& tensor, const Operand& operand, bool rotate, Stream stream) {
   TokenOperand out;
   out.tensor = &tensor;
@@ -82,6 +94,11 @@ Plan make_plan(const Problem& problem, const Recipe& recipe, const Inputs& input
   plan.dout_shared = same(plan.dout_dp, plan.dout_dv);
   plan.ds_shared = shares_codes(recipe);
   plan.strip_ds = recipe.dk.weights.second_level == SecondLevel::adaptive;
+  plan.int8_scores = is_int8_dims(recipe.s.left) && is_int8_dims(recipe.s.right) &&
+                     recipe.s.left.block.columns == recipe.s.right.block.columns;
+  plan.int8_output =
+      is_int8_weights(recipe.o.weights) && is_int8_tokens(recipe.o.tokens) &&
+      (!recipe.o.cut || (is_int8_weights(recipe.o.cut->weights) && is_int8_tokens(recipe.o.cut->tokens)));
   plan.has_o_cut = recipe.o.cut.has_value();
   plan.has_dq_cut = recipe.dq.cut.has_value();
 

@@ -44,6 +44,8 @@ struct Plan {
   bool dout_shared = false;  ///< dout_dp and dout_dv.
   bool ds_shared = false;    ///< One set of codes of dS for dQ and dK.
   bool strip_ds = false;     ///< dS of dK has a second level over the queries of a strip.
+  bool int8_scores = false;  ///< Q and K of S are E2M1 codes under scales along dims.
+  bool int8_output = false;  ///< P is E2M1 in groups, V E2M1 codes under scales along tokens or of whole tokens.
   bool has_o_cut = false;
   bool has_dq_cut = false;
 

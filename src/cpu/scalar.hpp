@@ -21,8 +21,8 @@ struct RoundTo {
 };
 RoundTo round_to(Encoding encoding);
 
-/// A power-of-two scale's exponent: that of the maximum less `limit_exponent`, + 1 where the mantissa bits of the maximum
-/// are above `limit_mantissa`.
+/// A power-of-two scale's exponent: that of the maximum less `limit_exponent`, + 1 where the mantissa bits of the
+/// maximum are above `limit_mantissa`.
 struct ScaleLimit {
   std::int32_t limit_exponent = 0;
   std::int32_t limit_mantissa = 0;

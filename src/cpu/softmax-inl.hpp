@@ -229,12 +229,20 @@ HWY_INLINE FoldFactors fold_factors(const Tile& tile, const Rows& rows) {
   return out;
 }
 
-/// P to `sink`, and its share of the row sums. `Sink::put(pair, lane, P of two keys, what they count in l)`.
+/// P of two keys: its codes, codes times factors, and what the keys count in l.
+struct WeighedPair {
+  VF even_code, odd_code;
+  VF even, odd;
+  VF even_counted, odd_counted;
+};
+
+/// P to `sink`, and its share of the row sums: `Sink::begin(scales)`, then `Sink::put(pair, lane, weighed)`.
 template <class Exp, class Sink>
 HWY_INLINE void weigh_plain(const WeightRule& rule, const TileScales& scales, const FoldFactors& folds,
                             const float* tile_scores, const Sink& sink, Rows& rows) {
   const NearestRounder round(rule.to);
   float counted[kBlockSize];
+  sink.begin(scales);
   for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
     const VF divisor = hn::LoadU(kF, scales.log2_divisor + lane);
     const VF factor = hn::LoadU(kF, scales.factor + lane);
@@ -242,16 +250,21 @@ HWY_INLINE void weigh_plain(const WeightRule& rule, const TileScales& scales, co
     VF sum = hn::Zero(kF);
     for (std::size_t pair = 0; pair < kBlockSize / 2; ++pair) {
       const float* at = tile_scores + 2 * pair * kBlockSize + lane;
-      VF even = round(Exp::of(hn::Sub(hn::Load(kF, at), divisor), pair));
-      VF odd = round(Exp::of(hn::Sub(hn::Load(kF, at + kBlockSize), divisor), pair));
+      WeighedPair w;
+      w.even_code = round(Exp::of(hn::Sub(hn::Load(kF, at), divisor), pair));
+      w.odd_code = round(Exp::of(hn::Sub(hn::Load(kF, at + kBlockSize), divisor), pair));
+      w.even = w.even_code;
+      w.odd = w.odd_code;
       if (rule.in_groups || rule.factor != 1.0F) {
-        even = hn::Mul(even, factor);
-        odd = hn::Mul(odd, factor);
+        w.even = hn::Mul(w.even, factor);
+        w.odd = hn::Mul(w.odd, factor);
       }
-      const VF even_counted = hn::Mul(even, hn::Set(kF, folds.by_key[2 * pair]));
-      const VF odd_counted = hn::Mul(odd, hn::Set(kF, folds.by_key[2 * pair + 1]));
+      const VF even_counted = hn::Mul(w.even, hn::Set(kF, folds.by_key[2 * pair]));
+      const VF odd_counted = hn::Mul(w.odd, hn::Set(kF, folds.by_key[2 * pair + 1]));
       sum = hn::Add(hn::Add(sum, even_counted), odd_counted);
-      sink.put(pair, lane, even, odd, hn::Mul(even_counted, by_lane), hn::Mul(odd_counted, by_lane));
+      w.even_counted = hn::Mul(even_counted, by_lane);
+      w.odd_counted = hn::Mul(odd_counted, by_lane);
+      sink.put(pair, lane, w);
     }
     hn::StoreU(hn::Mul(sum, by_lane), kF, counted + lane);
   }
@@ -260,6 +273,7 @@ HWY_INLINE void weigh_plain(const WeightRule& rule, const TileScales& scales, co
 
 /// One key of weigh_any: P, and what it counts in l before and after quantization.
 struct Weighed {
+  VF code;
   VF p;
   VF counted;
   VF plain;
@@ -271,6 +285,7 @@ HWY_INLINE Weighed weigh_key(const WeightRule& rule, const NearestRounder& round
   const std::int32_t fold = tile.folds == nullptr ? 0 : tile.folds[key];
   const VF code = round(Exp::of(hn::Sub(t, hn::LoadU(kF, scales.log2_divisor + lane)), key / 2));
   Weighed out;
+  out.code = code;
   out.p = hn::Mul(code, hn::LoadU(kF, scales.factor + lane));
   const VF s = hn::Sub(t, hn::Set(kF, static_cast<float>(fold)));
   out.plain = hn::Mul(Exp::of(hn::Sub(s, hn::LoadU(kF, rows.reference_s + lane)), key / 2), hn::Set(kF, rule.unit));
@@ -293,6 +308,7 @@ HWY_INLINE void weigh_any(const WeightRule& rule, const TileScales& scales, cons
   const NearestRounder round(rule.to);
   float counted[kBlockSize];
   float plain[kBlockSize];
+  sink.begin(scales);
   for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
     VF sum = hn::Zero(kF);
     VF plain_sum = hn::Zero(kF);
@@ -303,7 +319,7 @@ HWY_INLINE void weigh_any(const WeightRule& rule, const TileScales& scales, cons
           weigh_key<Exp>(rule, round, scales, tile, 2 * pair + 1, lane, hn::Load(kF, at + kBlockSize), rows);
       sum = hn::Add(hn::Add(sum, even.counted), odd.counted);
       plain_sum = hn::Add(hn::Add(plain_sum, even.plain), odd.plain);
-      sink.put(pair, lane, even.p, odd.p, even.counted, odd.counted);
+      sink.put(pair, lane, {even.code, odd.code, even.p, odd.p, even.counted, odd.counted});
     }
     hn::StoreU(sum, kF, counted + lane);
     hn::StoreU(plain_sum, kF, plain + lane);

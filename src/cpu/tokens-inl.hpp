@@ -26,9 +26,9 @@ struct TokenBlock {
   std::int32_t exponent[kBlockSize] = {};  ///< The folding exponent, or nvfp4's second level; else 0.
   std::int32_t poisoned[kBlockSize] = {};
   bool any_poisoned = false;
-  float* scale = nullptr;     ///< [blocks][32]: x shall hold codes where blocks do not fold, their scales be here.
-  std::size_t width = 0;      ///< Dims of a block.
-  float largest = 0;  ///< Of |x| before quantization, without poisoned tokens.
+  float* scale = nullptr;  ///< [blocks][32]: x shall hold codes where blocks do not fold, their scales be here.
+  std::size_t width = 0;   ///< Dims of a block.
+  float largest = 0;       ///< Of |x| before quantization, without poisoned tokens.
 };
 
 inline constexpr std::size_t kLargestDims = 256;
@@ -186,8 +186,8 @@ class ScaleMaker {
     exponent = hn::Min(hn::Max(exponent, hn::Set(kI, -127)), hn::Set(kI, 127));
     return {pow2(hn::Neg(exponent)), pow2(exponent), exponent};
   }
-  /// A sixth rounded to FP32 and then to E4M3 is a sixth rounded once: no FP32 number's sixth lies so near a tie of E4M3
-  /// that the first rounding could reach it.
+  /// A sixth rounded to FP32 and then to E4M3 is a sixth rounded once: no FP32 number's sixth lies so near a tie of
+  /// E4M3 that the first rounding could reach it.
   HWY_INLINE Scales with_mantissa(VF maximum) const {
     const VF sixth = e4m3_(hn::Div(maximum, hn::Set(kF, 6.0F)));
     const MF zero = hn::Eq(maximum, hn::Zero(kF));
