@@ -71,7 +71,7 @@ HWY_INLINE void make_block(const Plan& plan, const TokenOperand& operand, const 
 /// In place: takes the gradient of a rotated row back to the row.
 HWY_INLINE void unrotate(const Plan& plan, float* x, std::size_t dims) {
   if (plan.rotation_shift < 0) return;
-  hadamard(x, dims);
+  hadamard(x, dims, 1.0F);
   scale_all(x, dims, hn::GetLane(pow2(hn::Set(kI, -plan.rotation_shift))));
 }
 
@@ -475,17 +475,24 @@ class Unit {
     Scores::put_queries(fresh.block, d_, work_.q_columns.data());
     start_block(query);
     score_block();
-    for (std::size_t index = first_tile_; index < end_tile_; ++index) {
-      const Tile tile = tile_at(index);
-      std::byte* weights = weights_of(index);
-      weigh_tile(rule_at(tile), tile, scores(index), typename Out::Sink{weights}, rows_);
-      const bool cut = plan_.has_o_cut && tile.cut;
-      work_.left.data()[index] = (cut ? work_.v_cut : work_.v_columns).data() + index * Out::value_bytes(dv_);
-      work_.right.data()[index] = weights;
+    // A few tiles at a time, so that P is multiplied while it is in the first cache.
+    for (std::size_t begin = first_tile_; begin < end_tile_ || begin == first_tile_; begin += Out::kTiles) {
+      const std::size_t end = HWY_MIN(begin + Out::kTiles, end_tile_);
+      for (std::size_t index = begin; index < end; ++index) weigh_values(index);
+      Out::run(work_.left.data() + begin, work_.right.data() + begin, end - begin, dv_,
+               begin == first_tile_ ? 0.0F : 1.0F, work_.product.data());
     }
-    Out::run(work_.left.data() + first_tile_, work_.right.data() + first_tile_, end_tile_ - first_tile_, dv_,
-             work_.product.data());
     finish_forward(out, place, fresh.block);
+  }
+
+  /// P of a tile, ready to multiply V.
+  void weigh_values(std::size_t index) {
+    const Tile tile = tile_at(index);
+    std::byte* weights = weights_of(index);
+    weigh_tile(rule_at(tile), tile, scores(index), typename Out::Sink{weights}, rows_);
+    const bool cut = plan_.has_o_cut && tile.cut;
+    work_.left.data()[index] = (cut ? work_.v_cut : work_.v_columns).data() + index * Out::value_bytes(dv_);
+    work_.right.data()[index] = weights;
   }
 
   [[nodiscard]] std::byte* weights_of(std::size_t index) const {

@@ -14,8 +14,21 @@
 namespace mxflash::cpu {
 namespace {
 
-/// Queries of a forward item: long enough that quantizing its keys once more costs little.
-constexpr std::int64_t kItemQueries = 2048;
+/// Queries of a forward item: as many as leave some items for each thread, since an item quantizes its keys anew. The
+/// results do not depend on it.
+std::int64_t item_queries(const Packing& packing, std::int64_t kv_heads, int threads) {
+  constexpr std::int64_t kLeast = 512;
+  constexpr std::int64_t kMost = 1 << 20;
+  constexpr std::int64_t kItemsPerThread = 8;
+  const auto items = [&](std::int64_t queries) {
+    std::int64_t count = 0;
+    for (const Document& document : packing.documents()) count += (document.q_length + queries - 1) / queries;
+    return count * kv_heads;
+  };
+  std::int64_t queries = kMost;
+  while (queries > kLeast && items(queries) < kItemsPerThread * thread_count(threads)) queries /= 2;
+  return queries;
+}
 
 class Clock {
  public:
@@ -77,7 +90,8 @@ Result<ForwardResult> forward(const InstructionSet& set, const Problem& problem,
                               const Inputs& inputs, const Options& options) {
   const Clock clock;
   const Plan plan = make_plan(problem, recipe, inputs, options);
-  const Result<Schedule> schedule = make_schedule(problem.packing, problem.mask, {kItemQueries, kItemQueries});
+  const std::int64_t queries = item_queries(problem.packing, plan.kv_heads, options.threads);
+  const Result<Schedule> schedule = make_schedule(problem.packing, problem.mask, {queries, queries});
   if (!schedule.ok()) return schedule.error();
 
   ForwardResult result;

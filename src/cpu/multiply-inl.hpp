@@ -37,7 +37,7 @@ struct FmaMultiply {
     for (std::size_t i = 0; i < dims * kBlockSize; i += kLanes) hn::StoreU(hn::Load(kF, x + i), kF, out + i);
     for (std::size_t i = dims * kBlockSize; i < padded * kBlockSize; ++i) out[i] = 0.0F;
   }
-  /// As A of products over dims: [32][padded].
+  /// As A of products over dims.
   static void rows(const float* x, std::size_t dims, std::size_t padded, Element* out, Element* /*staging*/) {
     transpose(reinterpret_cast<const std::uint32_t*>(x), kBlockSize, dims, kBlockSize,
               reinterpret_cast<std::uint32_t*>(out), padded);
@@ -45,7 +45,7 @@ struct FmaMultiply {
       for (std::size_t d = dims; d < padded; ++d) out[r * padded + d] = 0.0F;
     }
   }
-  /// As A of products over the 32 lanes: [padded][32].
+  /// As A of products over the 32 lanes.
   static void lanes(const float* x, std::size_t dims, std::size_t padded, Element* out) {
     columns(x, dims, padded, out);
   }
@@ -114,7 +114,8 @@ struct FmaMultiply {
 
 #define MXFLASH_AMX __attribute__((target("amx-tile,amx-bf16")))
 
-/// Operands in BF16. B is [k / 2][n][2]: rows in pairs. Subnormal operands count as zero.
+/// Operands in BF16. A is [k / 32][m][32], so that tiles are read in order, B is [k / 2][n][2]: rows in pairs.
+/// Subnormal operands count as zero.
 struct AmxMultiply {
   using Element = std::uint16_t;
 
@@ -134,8 +135,12 @@ struct AmxMultiply {
     for (std::size_t i = dims / 2 * kBlockSize; i < padded / 2 * kBlockSize; ++i) to[i] = 0;
   }
   static void rows(const float* x, std::size_t dims, std::size_t padded, Element* out, Element* staging) {
+    constexpr std::size_t kWords = kBlockSize / 2;  // of a row of one panel
     columns(x, dims, padded, staging);
-    transpose(words(staging), kBlockSize, padded / 2, kBlockSize, words(out), padded / 2);
+    for (std::size_t panel = 0; panel < padded / 2; panel += kWords) {
+      transpose(words(staging) + panel * kBlockSize, kBlockSize, kWords, kBlockSize, words(out) + panel * kBlockSize,
+                kWords);
+    }
   }
   static void lanes(const float* x, std::size_t dims, std::size_t padded, Element* out) {
     const hn::Rebind<std::uint16_t, I32> half;
@@ -185,6 +190,11 @@ struct AmxMultiply {
   }
 
  private:
+  /// 32 rows of A that come later: tiles wait for their loads, and the hardware does not foresee them.
+  static HWY_INLINE void prefetch(const Element* rows) {
+    for (std::size_t r = 0; r < kBlockSize; ++r) __builtin_prefetch(rows + r * kBlockSize);
+  }
+
   /// 32 x 32 of C in four tiles.
   MXFLASH_AMX static void square(const Product& p, std::size_t m, std::size_t n) {
     constexpr std::size_t kTile = 16;
@@ -201,17 +211,20 @@ struct AmxMultiply {
       _tile_zero(2);
       _tile_zero(3);
     }
-    const std::size_t a_bytes = p.k * sizeof(Element);
+    constexpr std::size_t kRowBytes = kBlockSize * sizeof(Element);
     const std::size_t b_bytes = p.n * sizeof(std::uint32_t);
     for (std::size_t s = 0; s < p.segments; ++s) {
-      const Element* a = static_cast<const Element*>(p.a[s]) + m * p.k;
+      const Element* a = static_cast<const Element*>(p.a[s]) + m * kBlockSize;
       const std::uint32_t* b = static_cast<const std::uint32_t*>(p.b[s]) + n;
+      const Element* next = s + 1 < p.segments ? static_cast<const Element*>(p.a[s + 1]) + m * kBlockSize : a;
       for (std::size_t k = 0; k < p.k; k += kBlockSize) {
-        const std::uint32_t* rows = b + k / 2 * p.n;
-        _tile_loadd(4, a + k, a_bytes);
-        _tile_loadd(6, rows, b_bytes);
-        _tile_loadd(7, rows + kTile, b_bytes);
-        _tile_loadd(5, a + kTile * p.k + k, a_bytes);
+        const Element* rows = a + k * p.m;
+        const std::uint32_t* pairs = b + k / 2 * p.n;
+        prefetch(p.k == kBlockSize ? next : rows + 2 * kBlockSize * p.m);
+        _tile_loadd(4, rows, kRowBytes);
+        _tile_loadd(6, pairs, b_bytes);
+        _tile_loadd(7, pairs + kTile, b_bytes);
+        _tile_loadd(5, rows + kTile * kBlockSize, kRowBytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);

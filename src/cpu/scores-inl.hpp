@@ -57,6 +57,7 @@ struct ValueScores {
 template <class Multiply>
 struct ValueOutput {
   using Element = typename Multiply::Element;
+  static constexpr std::size_t kTiles = 16384 / (kTileSize * sizeof(Element));
 
   static std::size_t value_bytes(std::size_t padded) { return padded * kBlockSize * sizeof(Element); }
   static std::size_t weight_bytes() { return kTileSize * sizeof(Element); }
@@ -79,9 +80,11 @@ struct ValueOutput {
   static bool is_zero(const std::byte* tile, std::size_t key, std::size_t lane) {
     return Multiply::is_zero(reinterpret_cast<const Element*>(tile), key, lane);
   }
+  /// Adds to c where `initial` is 1.
   static void run(const void* const* values, const void* const* weights, std::size_t tiles, std::size_t padded,
-                  float* c) {
+                  float initial, float* c) {
     Product product;
+    product.initial = initial;
     product.m = padded;
     product.n = product.k = kBlockSize;
     product.segments = tiles;
@@ -177,8 +180,8 @@ class Int8Tile {
   VI high_[kRows];
 };
 
-/// A block of keys: codes [32][dims] as bytes, biased to be unsigned, and scales [blocks][32]. A block of queries:
-/// codes [dims / 4][32][4], a quarter of the scales, and what the keys' bias adds, negative, [blocks][32].
+/// A block of keys: codes [32][padded dims] as bytes, biased to be unsigned, and scales [blocks][32]. A block of
+/// queries: codes [dims / 4][32][4], a quarter of the scales, and what the keys' bias adds, negative, [blocks][32].
 struct Int8Scores {
   static constexpr std::int32_t kBias = 12;
   static constexpr std::size_t kMostBlocks = kLargestDims / 16;
@@ -216,10 +219,11 @@ struct Int8Scores {
       }
     }
   }
-  static void put_keys(const TokenBlock& block, std::size_t /*padded*/, std::byte* staging, std::byte* out) {
+  static void put_keys(const TokenBlock& block, std::size_t padded, std::byte* staging, std::byte* out) {
     auto* words = reinterpret_cast<std::uint32_t*>(staging);
     pack_quads(block.x, block.dims, kBias, words);
-    transpose(words, kBlockSize, block.dims / 4, kBlockSize, reinterpret_cast<std::uint32_t*>(out), block.dims / 4);
+    for (std::size_t i = block.dims / 4 * kBlockSize; i < padded / 4 * kBlockSize; ++i) words[i] = 0;
+    transpose(words, kBlockSize, padded / 4, kBlockSize, reinterpret_cast<std::uint32_t*>(out), padded / 4);
   }
   static void put_queries(const TokenBlock& block, std::size_t padded, std::byte* out) {
     pack_quads(block.x, block.dims, 0, reinterpret_cast<std::uint32_t*>(out));
@@ -250,7 +254,7 @@ struct Int8Scores {
         const std::int32_t* bias = of_queries->bias + i * kBlockSize;
         Int8Tile tile;
         tile.start(hn::LoadU(kI, bias), hn::LoadU(kI, bias + kLanes));
-        tile.add_unsigned_rows(a + key * dims + begin, dims, b + begin / 4 * kBlockSize, (end - begin) / 4);
+        tile.add_unsigned_rows(a + key * padded + begin, padded, b + begin / 4 * kBlockSize, (end - begin) / 4);
         tile.scale_into(of_queries->scale + i * kBlockSize, of_keys->scale + i * kBlockSize + key, 1,
                         i == 0 ? 0.0F : 1.0F, c + key * kBlockSize);
       }
@@ -271,6 +275,7 @@ struct Int8Output {
     std::uint32_t codes[kBlockSize / 4 * kBlockSize];
     float factor[kBlockSize];
   };
+  static constexpr std::size_t kTiles = 16;
   static std::size_t value_bytes(std::size_t padded) { return padded * (kBlockSize + 2 * sizeof(float)); }
   static std::size_t weight_bytes() { return sizeof(Weights); }
 
@@ -319,16 +324,14 @@ struct Int8Output {
     return (word >> (8 * (key % 4)) & 0xFFU) == 0;
   }
   MXFLASH_VNNI static void run(const void* const* values, const void* const* weights, std::size_t tiles,
-                               std::size_t padded, float* c) {
-    constexpr std::size_t kChunk = 16;  // tiles of P that stay in the first cache
-    for (std::size_t i = 0; i < padded * kBlockSize; ++i) c[i] = 0.0F;
-    for (std::size_t begin = 0; begin < tiles; begin += kChunk) {
-      const std::size_t end = HWY_MIN(begin + kChunk, tiles);
-      for (std::size_t d = 0; d < padded; d += Int8Tile::kRows) {
-        for (std::size_t tile = begin; tile < end; ++tile) {
-          multiply_tile(static_cast<const std::uint8_t*>(values[tile]), static_cast<const Weights*>(weights[tile]), d,
-                        padded, c + d * kBlockSize);
-        }
+                               std::size_t padded, float initial, float* c) {
+    if (initial == 0.0F) {
+      for (std::size_t i = 0; i < padded * kBlockSize; i += kLanes) hn::Store(hn::Zero(kF), kF, c + i);
+    }
+    for (std::size_t d = 0; d < padded; d += Int8Tile::kRows) {
+      for (std::size_t tile = 0; tile < tiles; ++tile) {
+        multiply_tile(static_cast<const std::uint8_t*>(values[tile]), static_cast<const Weights*>(weights[tile]), d,
+                      padded, c + d * kBlockSize);
       }
     }
   }

@@ -171,6 +171,39 @@ class StochasticRounder {
   VF max_;
 };
 
+#if HWY_TARGET != HWY_SCALAR
+/// 128-bit block b of `v` to out + 4 b stride.
+template <class D>
+HWY_INLINE void store_blocks(D d, hn::Vec<D> v, std::uint32_t* out, std::size_t stride) {
+  if constexpr (hn::MaxLanes(d) == 4) {
+    hn::StoreU(v, d, out);
+  } else {
+    const hn::Half<D> half;
+    store_blocks(half, hn::LowerHalf(half, v), out, stride);
+    store_blocks(half, hn::UpperHalf(half, v), out + hn::MaxLanes(d) / 2 * stride, stride);
+  }
+}
+
+/// 4 rows by as many columns as a vector has lanes.
+template <class D>
+HWY_INLINE void transpose_strip(D d, const std::uint32_t* in, std::size_t in_stride, std::uint32_t* out,
+                                std::size_t out_stride) {
+  const hn::Repartition<std::uint64_t, D> u64;
+  const auto a = hn::LoadU(d, in);
+  const auto b = hn::LoadU(d, in + in_stride);
+  const auto x = hn::LoadU(d, in + 2 * in_stride);
+  const auto y = hn::LoadU(d, in + 3 * in_stride);
+  const auto ab_low = hn::BitCast(u64, hn::InterleaveLower(d, a, b));
+  const auto ab_high = hn::BitCast(u64, hn::InterleaveUpper(d, a, b));
+  const auto xy_low = hn::BitCast(u64, hn::InterleaveLower(d, x, y));
+  const auto xy_high = hn::BitCast(u64, hn::InterleaveUpper(d, x, y));
+  store_blocks(d, hn::BitCast(d, hn::InterleaveLower(u64, ab_low, xy_low)), out, out_stride);
+  store_blocks(d, hn::BitCast(d, hn::InterleaveUpper(u64, ab_low, xy_low)), out + out_stride, out_stride);
+  store_blocks(d, hn::BitCast(d, hn::InterleaveLower(u64, ab_high, xy_high)), out + 2 * out_stride, out_stride);
+  store_blocks(d, hn::BitCast(d, hn::InterleaveUpper(u64, ab_high, xy_high)), out + 3 * out_stride, out_stride);
+}
+#endif
+
 /// out[c][r] = in[r][c]; rows and columns are multiples of 4.
 HWY_INLINE void transpose(const std::uint32_t* in, std::size_t in_stride, std::size_t rows, std::size_t columns,
                           std::uint32_t* out, std::size_t out_stride) {
@@ -179,24 +212,14 @@ HWY_INLINE void transpose(const std::uint32_t* in, std::size_t in_stride, std::s
     for (std::size_t c = 0; c < columns; ++c) out[c * out_stride + r] = in[r * in_stride + c];
   }
 #else
-  const hn::FixedTag<std::uint32_t, 4> u32;
-  const hn::FixedTag<std::uint64_t, 2> u64;
+  const hn::FixedTag<std::uint32_t, 4> four;
   for (std::size_t r = 0; r < rows; r += 4) {
-    for (std::size_t c = 0; c < columns; c += 4) {
-      const std::uint32_t* from = in + r * in_stride + c;
-      const auto a = hn::LoadU(u32, from);
-      const auto b = hn::LoadU(u32, from + in_stride);
-      const auto x = hn::LoadU(u32, from + 2 * in_stride);
-      const auto y = hn::LoadU(u32, from + 3 * in_stride);
-      const auto ab_low = hn::BitCast(u64, hn::InterleaveLower(u32, a, b));
-      const auto ab_high = hn::BitCast(u64, hn::InterleaveUpper(u32, a, b));
-      const auto xy_low = hn::BitCast(u64, hn::InterleaveLower(u32, x, y));
-      const auto xy_high = hn::BitCast(u64, hn::InterleaveUpper(u32, x, y));
-      std::uint32_t* to = out + c * out_stride + r;
-      hn::StoreU(hn::BitCast(u32, hn::InterleaveLower(u64, ab_low, xy_low)), u32, to);
-      hn::StoreU(hn::BitCast(u32, hn::InterleaveUpper(u64, ab_low, xy_low)), u32, to + out_stride);
-      hn::StoreU(hn::BitCast(u32, hn::InterleaveLower(u64, ab_high, xy_high)), u32, to + 2 * out_stride);
-      hn::StoreU(hn::BitCast(u32, hn::InterleaveUpper(u64, ab_high, xy_high)), u32, to + 3 * out_stride);
+    std::size_t c = 0;
+    for (; c + kLanes <= columns; c += kLanes) {
+      transpose_strip(kU, in + r * in_stride + c, in_stride, out + c * out_stride + r, out_stride);
+    }
+    for (; c < columns; c += 4) {
+      transpose_strip(four, in + r * in_stride + c, in_stride, out + c * out_stride + r, out_stride);
     }
   }
 #endif

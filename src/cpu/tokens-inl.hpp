@@ -59,21 +59,46 @@ HWY_INLINE void widen_row(const TensorView& tensor, std::int64_t token, std::int
   load_row(tensor, token, head, row);
 }
 
-/// Butterflies between rows of x: the same additions in the same order as the reference's, token by token.
-HWY_INLINE void hadamard(float* x, std::size_t dims) {
-  for (std::size_t half = 1; half < dims; half *= 2) {
-    for (std::size_t start = 0; start < dims; start += 2 * half) {
-      for (std::size_t d = start; d < start + half; ++d) {
-        for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
-          float* low = x + d * kBlockSize + lane;
-          float* high = low + half * kBlockSize;
-          const VF a = hn::Load(kF, low);
-          const VF b = hn::Load(kF, high);
-          hn::Store(hn::Add(a, b), kF, low);
-          hn::Store(hn::Sub(a, b), kF, high);
+/// log2(kRadix) stages of butterflies from distance `half` on, of x times a power of two.
+template <std::size_t kRadix>
+HWY_INLINE void butterflies(float* x, std::size_t dims, std::size_t half, VF factor) {
+  for (std::size_t start = 0; start < dims; start += kRadix * half) {
+    for (std::size_t d = start; d < start + half; ++d) {
+      for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+        float* at = x + d * kBlockSize + lane;
+        VF v[kRadix];
+        for (std::size_t i = 0; i < kRadix; ++i) v[i] = hn::Mul(hn::Load(kF, at + i * half * kBlockSize), factor);
+        for (std::size_t step = 1; step < kRadix; step *= 2) {
+          for (std::size_t i = 0; i < kRadix; ++i) {
+            if ((i & step) != 0) continue;
+            const VF a = v[i];
+            const VF b = v[i + step];
+            v[i] = hn::Add(a, b);
+            v[i + step] = hn::Sub(a, b);
+          }
         }
+        for (std::size_t i = 0; i < kRadix; ++i) hn::Store(v[i], kF, at + i * half * kBlockSize);
       }
     }
+  }
+}
+
+/// Rows of x times a power of two, by H: the same additions in the same order as the reference's, token by token.
+HWY_INLINE void hadamard(float* x, std::size_t dims, float scale) {
+  VF factor = hn::Set(kF, scale);
+  for (std::size_t half = 1; half < dims;) {
+    const std::size_t left = dims / half;
+    if (left >= 8) {
+      butterflies<8>(x, dims, half, factor);
+      half *= 8;
+    } else if (left == 4) {
+      butterflies<4>(x, dims, half, factor);
+      half *= 4;
+    } else {
+      butterflies<2>(x, dims, half, factor);
+      half *= 2;
+    }
+    factor = hn::Set(kF, 1.0F);
   }
 }
 
@@ -128,8 +153,7 @@ HWY_INLINE void load_block(const TokenOperand& operand, int rotation_shift, cons
   transpose(reinterpret_cast<const std::uint32_t*>(rows), block.dims, kBlockSize, block.dims,
             reinterpret_cast<std::uint32_t*>(block.x), kBlockSize);
   if (operand.rotate) {
-    scale_all(block.x, block.dims, hn::GetLane(pow2(hn::Set(kI, -rotation_shift))));
-    hadamard(block.x, block.dims);
+    hadamard(block.x, block.dims, hn::GetLane(pow2(hn::Set(kI, -rotation_shift))));
   }
   poison(block);
 }
