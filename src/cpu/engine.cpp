@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "mxflash/schedule.hpp"
@@ -66,6 +67,18 @@ Counts for_items(std::int64_t items, const Options& options, const Body& body) {
     total.least_row_sum = std::min(total.least_row_sum, worker.counts.least_row_sum);
   }
   return total;
+}
+
+std::vector<const Document*> longest_first(const Problem& problem) {
+  std::vector<std::pair<std::int64_t, const Document*>> by_pairs;
+  for (const Document& document : problem.packing.documents()) {
+    by_pairs.emplace_back(-visible_pairs(document, problem.mask), &document);
+  }
+  std::ranges::sort(by_pairs);
+  std::vector<const Document*> documents;
+  documents.reserve(by_pairs.size());
+  for (const auto& [pairs, document] : by_pairs) documents.push_back(document);
+  return documents;
 }
 
 }  // namespace
@@ -133,11 +146,7 @@ Result<BackwardResult> backward(const InstructionSet& set, const Problem& proble
   result.timing.quantize_ms = clock.milliseconds();
 
   // Longest first, as the forward; each document whole, so that dK and dV add up in one order.
-  std::vector<const Document*> documents;
-  for (const Document& document : problem.packing.documents()) documents.push_back(&document);
-  std::ranges::stable_sort(documents, [&](const Document* a, const Document* b) {
-    return visible_pairs(*a, problem.mask) > visible_pairs(*b, problem.mask);
-  });
+  const std::vector<const Document*> documents = longest_first(problem);
   const auto items = static_cast<std::int64_t>(documents.size()) * plan.kv_heads;
   const Counts counts = for_items(items, options, [&](std::int64_t index, Workspace& workspace, Counts& counter) {
     const Document* document = documents[static_cast<std::size_t>(index / plan.kv_heads)];

@@ -107,8 +107,11 @@ std::vector<InstructionSet> make_sets() {
   sets.push_back(
       {"neon", "FP32 multiply-adds, 4 lanes", "a CPU with NEON", has<HWY_NEON>, true, N_NEON::fma_kernels()});
 #endif
-#if HWY_TARGETS & HWY_SCALAR
-  sets.push_back({"scalar", "FP32 one at a time", "", always, true, N_SCALAR::fma_kernels()});
+  // Highway takes one of the two, as the compiler allows.
+#if HWY_TARGETS & HWY_EMU128
+  sets.push_back({"scalar", "FP32 without vector instructions", "", always, true, N_EMU128::fma_kernels()});
+#elif HWY_TARGETS & HWY_SCALAR
+  sets.push_back({"scalar", "FP32 without vector instructions", "", always, true, N_SCALAR::fma_kernels()});
 #endif
   return sets;
 }
