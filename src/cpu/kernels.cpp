@@ -75,7 +75,7 @@ std::vector<InstructionSet> make_sets() {
 #endif
 #if HWY_TARGETS & HWY_NEON
   sets.push_back(
-      {"neon", "FP32 multiply-adds, 4 lanes", "a CPU with NEON", has<HWY_NEON>, true, N_NEON::fma_kernels()});
+      {"neon", "FP32 multiply-adds, 4 lanes", "a CPU with NEON and AES", has<HWY_NEON>, true, N_NEON::fma_kernels()});
 #endif
 #if HWY_TARGETS & HWY_SCALAR
   sets.push_back({"scalar", "FP32 one at a time", "", always, true, N_SCALAR::fma_kernels()});
