@@ -8,7 +8,7 @@ export TIDY # Folders for clang-tidy, as src|tools; empty: all.
 peers = build/peers-venv
 build = cmake --preset $(1) && cmake --build --preset $(1) --parallel $(JOBS)
 
-.PHONY: help demo test lint format asan tsan coverage fuzz peers setup setup-dev clean
+.PHONY: help demo test lint format asan tsan neon coverage fuzz peers setup setup-dev setup-neon clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -39,6 +39,10 @@ tsan: setup-dev ## Tests under the thread sanitizer
 	$(call build,tsan)
 	ctest --preset tsan --parallel $(JOBS)
 
+neon: setup-neon ## Builds for AArch64, tests its NEON engine under an emulator
+	$(call build,neon)
+	ctest --preset neon --parallel $(JOBS)
+
 fuzz: setup-dev ## Each fuzzer for FUZZ_SECONDS (30) from its corpus
 	$(call build,tidy)
 	scripts/fuzz.sh $(FUZZ_SECONDS)
@@ -57,5 +61,8 @@ setup: ## Installs what building needs
 setup-dev: ## Installs what the tests and linters need as well
 	scripts/setup.sh dev
 
-clean: ## Removes what building and the demo made; keeps .venv
+setup-neon: ## Installs what building for AArch64 and its tests need
+	scripts/setup.sh neon
+
+clean: ## Removes what building and the demo made; keeps .venv and .sysroot-arm64
 	rm -rf build demo

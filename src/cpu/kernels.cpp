@@ -105,7 +105,7 @@ std::vector<InstructionSet> make_sets() {
 #endif
 #if HWY_TARGETS & HWY_NEON
   sets.push_back(
-      {"neon", "FP32 multiply-adds, 4 lanes", "a CPU with NEON", has<HWY_NEON>, true, N_NEON::fma_kernels()});
+      {"neon", "FP32 multiply-adds, 4 lanes", "a CPU with NEON and AES", has<HWY_NEON>, true, N_NEON::fma_kernels()});
 #endif
   // Highway takes one of the two, as the compiler allows.
 #if HWY_TARGETS & HWY_EMU128

@@ -250,28 +250,27 @@ HWY_INLINE void weigh_plain(const WeightRule& rule, const TileScales& scales, co
     VF sum = hn::Zero(kF);
     for (std::size_t pair = 0; pair < kBlockSize / 2; ++pair) {
       const float* at = tile_scores + 2 * pair * kBlockSize + lane;
-      WeighedPair w;
-      w.even_code = round(Exp::of(hn::Sub(hn::Load(kF, at), divisor), pair));
-      w.odd_code = round(Exp::of(hn::Sub(hn::Load(kF, at + kBlockSize), divisor), pair));
-      w.even = w.even_code;
-      w.odd = w.odd_code;
+      const VF even_code = round(Exp::of(hn::Sub(hn::Load(kF, at), divisor), pair));
+      const VF odd_code = round(Exp::of(hn::Sub(hn::Load(kF, at + kBlockSize), divisor), pair));
+      VF even = even_code;
+      VF odd = odd_code;
       if (rule.in_groups || rule.factor != 1.0F) {
-        w.even = hn::Mul(w.even, factor);
-        w.odd = hn::Mul(w.odd, factor);
+        even = hn::Mul(even, factor);
+        odd = hn::Mul(odd, factor);
       }
-      const VF even_counted = hn::Mul(w.even, hn::Set(kF, folds.by_key[2 * pair]));
-      const VF odd_counted = hn::Mul(w.odd, hn::Set(kF, folds.by_key[2 * pair + 1]));
+      const VF even_counted = hn::Mul(even, hn::Set(kF, folds.by_key[2 * pair]));
+      const VF odd_counted = hn::Mul(odd, hn::Set(kF, folds.by_key[2 * pair + 1]));
       sum = hn::Add(hn::Add(sum, even_counted), odd_counted);
-      w.even_counted = hn::Mul(even_counted, by_lane);
-      w.odd_counted = hn::Mul(odd_counted, by_lane);
-      sink.put(pair, lane, w);
+      sink.put(pair, lane,
+               {even_code, odd_code, even, odd, hn::Mul(even_counted, by_lane), hn::Mul(odd_counted, by_lane)});
     }
     hn::StoreU(hn::Mul(sum, by_lane), kF, counted + lane);
   }
   for (std::size_t lane = 0; lane < kBlockSize; ++lane) rows.sum[lane] += static_cast<double>(counted[lane]);
 }
 
-/// One key of weigh_any: P, and what it counts in l before and after quantization.
+/// One key of weigh_any: P, and what it counts in l before and after quantization. Always initialized as a whole: g++
+/// compiles an implicit constructor for the baseline, which NEON's vectors do not accept.
 struct Weighed {
   VF code;
   VF p;
@@ -284,20 +283,19 @@ HWY_INLINE Weighed weigh_key(const WeightRule& rule, const NearestRounder& round
                              const Tile& tile, std::size_t key, std::size_t lane, VF t, const Rows& rows) {
   const std::int32_t fold = tile.folds == nullptr ? 0 : tile.folds[key];
   const VF code = round(Exp::of(hn::Sub(t, hn::LoadU(kF, scales.log2_divisor + lane)), key / 2));
-  Weighed out;
-  out.code = code;
-  out.p = hn::Mul(code, hn::LoadU(kF, scales.factor + lane));
+  const VF p = hn::Mul(code, hn::LoadU(kF, scales.factor + lane));
   const VF s = hn::Sub(t, hn::Set(kF, static_cast<float>(fold)));
-  out.plain = hn::Mul(Exp::of(hn::Sub(s, hn::LoadU(kF, rows.reference_s + lane)), key / 2), hn::Set(kF, rule.unit));
-  out.counted = hn::Mul(out.p, pow2(hn::Sub(hn::LoadU(kI, rows.shift + lane), hn::Set(kI, fold))));
+  const VF plain =
+      hn::Mul(Exp::of(hn::Sub(s, hn::LoadU(kF, rows.reference_s + lane)), key / 2), hn::Set(kF, rule.unit));
+  VF counted = hn::Mul(p, pow2(hn::Sub(hn::LoadU(kI, rows.shift + lane), hn::Set(kI, fold))));
   if (tile.folds != nullptr && rule.smallest_normal > 0) {
     const VF light = hn::Set(kF, static_cast<float>(fold + 3));
     MF is_light = hn::Le(light, hn::LoadU(kF, rows.largest_fold + lane));
     if (fold == -127) is_light = hn::Eq(light, light);
     is_light = hn::And(is_light, hn::Lt(code, hn::Set(kF, rule.smallest_normal)));
-    out.counted = hn::IfThenElse(is_light, out.plain, out.counted);
+    counted = hn::IfThenElse(is_light, plain, counted);
   }
-  return out;
+  return {code, p, counted, plain};
 }
 
 /// The same for any tile, light keys and far exponents included. Where both apply they give the same bits: a factor of

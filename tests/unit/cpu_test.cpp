@@ -4,6 +4,10 @@
 #include <bit>
 #include <cmath>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #include "cpu/engine.hpp"
 #include "cpu/kernels.hpp"
 #include "mxflash/quantize.hpp"
@@ -288,6 +292,17 @@ TEST(Cpu, TheEngineNamedCpuIsTheBestHere) {
   EXPECT_EQ(*select_engine("auto", recipe), *any);
   EXPECT_EQ(sets_here().back().name, "scalar");
 }
+
+#if defined(__aarch64__) && defined(__linux__)
+/// The other tests here pass over a set that is not available; this one sees to it that it is not passed over wrongly.
+TEST(Cpu, NeonIsThereWhereTheKernelReportsAes) {
+  const std::vector<cpu::InstructionSet>& sets = cpu::instruction_sets();
+  ASSERT_EQ(sets.size(), 2U);
+  EXPECT_EQ(sets[0].name, "neon");
+  EXPECT_EQ(sets[0].available(), (getauxval(AT_HWCAP) & HWCAP_AES) != 0);
+  EXPECT_EQ(sets[1].name, "scalar");
+}
+#endif
 
 TEST(Cpu, SaysWhatItDoesNotRun) {
   Recipe f16 = test::recipe_named("mxfp8");
