@@ -33,7 +33,7 @@ HWY_INLINE float strip_maximum(const Plan& plan, const TokenOperand& operand, co
                         static_cast<std::size_t>(HWY_MIN(kBlockRows, length - row))};
     load_block(operand, plan.rotation_shift, at, work.rows.data(), block);
     float maxima[kBlockSize];
-    lane_maxima(block.x, 0, block.dims, maxima);
+    lane_maxima(block.x, 0, block.dims, block.lanes, maxima);
     spread_maximum(maxima, kBlockSize);
     largest = HWY_MAX(largest, maxima[0]);
   }
@@ -71,7 +71,7 @@ HWY_INLINE void make_block(const Plan& plan, const TokenOperand& operand, const 
 /// In place: takes the gradient of a rotated row back to the row.
 HWY_INLINE void unrotate(const Plan& plan, float* x, std::size_t dims) {
   if (plan.rotation_shift < 0) return;
-  hadamard(x, dims, 1.0F);
+  hadamard(x, dims, kBlockSize, 1.0F);
   scale_all(x, dims, hn::GetLane(pow2(hn::Set(kI, -plan.rotation_shift))));
 }
 
@@ -112,9 +112,13 @@ class Unit {
   using Element = typename Multiply::Element;
 
   Unit(const Plan& plan, const Item& item, Workspace& work, Counts& counts)
-      : plan_(plan), item_(item), document_(*item.document), work_(work), counts_(counts) {
-    d_ = padded_dims(plan.head_dim);
-    dv_ = padded_dims(plan.value_dim);
+      : plan_(plan),
+        item_(item),
+        document_(*item.document),
+        work_(work),
+        counts_(counts),
+        d_(padded_dims(plan.head_dim)),
+        dv_(padded_dims(plan.value_dim)) {
     find_tiles();
     work_.block.require(kLargestDims * kBlockSize);
     work_.rows.require(kLargestDims * kBlockSize);
@@ -124,6 +128,7 @@ class Unit {
     work_.poisoned.require(4 * (HWY_MAX(tiles_, 1) * kBlockSize + 1));
     work_.scores.require(HWY_MAX(tiles_, 1) * kTileSize);
     work_.k_largest.require(HWY_MAX(tiles_, 1));
+    work_.codes.require(kTileSize);
     work_.left.require(HWY_MAX(tiles_, static_cast<std::size_t>(kStripBlocks)));
     work_.right.require(HWY_MAX(tiles_, static_cast<std::size_t>(kStripBlocks)));
     make_rules();
@@ -156,10 +161,16 @@ class Unit {
     const std::int64_t group = plan_.heads / plan_.kv_heads;
     for (std::int64_t head = item_.kv_head * group; head < (item_.kv_head + 1) * group; ++head) {
       dout_base_ = base_of_dout(head);
-      for (std::int64_t query = 0; query < document_.q_length; query += kStripRows) backward_strip(out, head, query);
+      for (std::int64_t query = item_.query_begin; query < item_.query_end; query += kStripRows) {
+        backward_strip(out, head, query);
+      }
     }
-    store_key_gradients(out);
     Multiply::end();
+    if (item_.sums == nullptr) {
+      store_key_gradients(out, gathered());
+    } else {
+      merge_key_gradients(out);
+    }
   }
 
  private:
@@ -561,7 +572,7 @@ class Unit {
   // -------------------------------------------------------------------------------------------------------
 
   void prepare_backward() {
-    const std::size_t blocks = static_cast<std::size_t>(kStripBlocks);
+    constexpr auto blocks = static_cast<std::size_t>(kStripBlocks);
     work_.k_rows.require(HWY_MAX(tiles_, 1) * Scores::bytes(d_));
     elements(work_.v_rows, tiles_ * kBlockSize * dv_);
     elements(work_.k_columns, tiles_ * kBlockSize * d_);
@@ -578,7 +589,7 @@ class Unit {
     float* dv = work_.dv.require(keys() * dv_);
     for (std::size_t i = 0; i < keys() * d_; ++i) dk[i] = 0.0F;
     for (std::size_t i = 0; i < keys() * dv_; ++i) dv[i] = 0.0F;
-    std::int32_t* nan = key_nan_.require(2 * keys());
+    std::int32_t* nan = work_.key_nan.require(2 * keys());
     for (std::size_t i = 0; i < 2 * keys(); ++i) nan[i] = 0;
   }
 
@@ -614,7 +625,7 @@ class Unit {
   struct BlockState {
     std::size_t first_tile = 0;
     std::size_t end_tile = 0;
-    std::int32_t q_exponent[kBlockSize];
+    std::int32_t q_exponent[kBlockSize] = {};
   };
 
   void backward_block(const Backward& out, std::int64_t head, std::int64_t query, std::size_t block) {
@@ -703,8 +714,8 @@ class Unit {
       if (!ds) continue;
       const bool dv = p || dout_poisoned_[lane] != 0;
       for (std::int64_t key = rows_.begin[lane]; key < rows_.end[lane]; ++key) {
-        key_nan_.data()[key - tile_begin_] = 1;
-        if (dv) key_nan_.data()[static_cast<std::int64_t>(keys()) + key - tile_begin_] = 1;
+        work_.key_nan.data()[key - tile_begin_] = 1;
+        if (dv) work_.key_nan.data()[static_cast<std::int64_t>(keys()) + key - tile_begin_] = 1;
       }
     }
   }
@@ -785,7 +796,7 @@ class Unit {
     if (plan_.ds_shared) {
       const bool folds = plan_.k_dq.folds;
       const FoldSide k{folds ? k_folds(index) : nullptr, k_poisoned() + index * kBlockSize};
-      const SharedGradient codes(recipe.dq.weights, random, tile, rows_, ds);
+      const SharedGradient codes(recipe.dq.weights, random, tile, rows_, ds, work_.codes.data());
       codes.for_dq(k, static_cast<std::int32_t>(key_place(index).count), quantized);
       put_dq(tile, index, ds, quantized);
       codes.for_dk(q, quantized);
@@ -853,7 +864,7 @@ class Unit {
       copy_tile(gradients(block, i), values);
       fold_keys(tile_at(i), i, values);
       float more[kBlockSize];
-      lane_maxima(values, 0, kBlockSize, more);
+      lane_maxima(values, 0, kBlockSize, kBlockSize, more);
       for (std::size_t lane = 0; lane < kBlockSize; ++lane) maxima[lane] = HWY_MAX(maxima[lane], more[lane]);
     }
     second_levels(kBlockSize, maxima, row_level_);
@@ -870,7 +881,7 @@ class Unit {
         fold_queries(states_[block], values);
         for (std::size_t key = 0; key < kBlockSize; ++key) {
           float more[kBlockSize];
-          lane_maxima(values, key, key + 1, more);
+          lane_maxima(values, key, key + 1, kBlockSize, more);
           spread_maximum(more, kBlockSize);
           maxima[key] = HWY_MAX(maxima[key], more[0]);
         }
@@ -966,31 +977,78 @@ class Unit {
     }
   }
 
+  /// dK and dV as they were summed up, for keys [begin, begin + 32 blocks).
+  struct Sums {
+    const float* dk = nullptr;
+    const float* dv = nullptr;
+    const std::int32_t* dk_nan = nullptr;
+    const std::int32_t* dv_nan = nullptr;
+    std::int64_t begin = 0;
+    std::size_t blocks = 0;
+  };
+  [[nodiscard]] Sums gathered() const {
+    return {work_.dk.data(), work_.dv.data(), work_.key_nan.data(), work_.key_nan.data() + keys(), tile_begin_, tiles_};
+  }
+
+  /// Adds this item's sums to those of the items before it; the last one stores them.
+  void merge_key_gradients(const Backward& out) {
+    KeySums& sums = *item_.sums;
+    sums.wait(item_.number);
+    const auto blocks = static_cast<std::size_t>((document_.k_length + kBlockRows - 1) / kBlockRows);
+    sums.reserve(blocks * kBlockSize, d_, dv_);
+    const auto first = static_cast<std::size_t>(tile_begin_);
+    const std::size_t count = tiles_ * kBlockSize;
+    add_floats(work_.dk.data(), count * d_, sums.dk() + first * d_);
+    add_floats(work_.dv.data(), count * dv_, sums.dv() + first * dv_);
+    for (std::size_t i = 0; i < count; ++i) {
+      sums.dk_nan()[first + i] |= work_.key_nan.data()[i];
+      sums.dv_nan()[first + i] |= work_.key_nan.data()[keys() + i];
+    }
+    if (sums.is_last(item_.number)) {
+      store_key_gradients(out, {sums.dk(), sums.dv(), sums.dk_nan(), sums.dv_nan(), 0, blocks});
+      sums.release();
+    }
+    sums.pass();
+  }
+
+  static void add_floats(const float* from, std::size_t count, float* to) {
+    for (std::size_t i = 0; i < count; i += kLanes) {
+      hn::StoreU(hn::Add(hn::LoadU(kF, to + i), hn::LoadU(kF, from + i)), kF, to + i);
+    }
+  }
+
   /// Every key of the document, zeros where no query sees it.
-  void store_key_gradients(const Backward& out) {
-    float* x = work_.block.data();
-    const std::size_t dims[2] = {static_cast<std::size_t>(plan_.head_dim), static_cast<std::size_t>(plan_.value_dim)};
-    const std::int32_t none[kBlockSize] = {};
+  void store_key_gradients(const Backward& out, const Sums& sums) {
     for (std::int64_t key = 0; key < document_.k_length; key += kBlockRows) {
       const TokenPlace place{document_.k_begin + key, key, item_.kv_head,
                              static_cast<std::size_t>(HWY_MIN(kBlockRows, document_.k_length - key))};
-      const bool seen = key >= tile_begin_ && key < first_key(tiles_);
-      const auto row = static_cast<std::size_t>(seen ? key - tile_begin_ : 0);
-      for (std::size_t which = 0; which < 2; ++which) {
-        const std::size_t padded = which == 0 ? d_ : dv_;
-        const float* sums = (which == 0 ? work_.dk : work_.dv).data() + row * padded;
-        const std::int32_t* nan = seen ? key_nan_.data() + which * keys() + row : none;
-        for (std::size_t i = 0; i < dims[which] * kBlockSize; ++i) x[i] = 0.0F;
-        if (seen) {
-          transpose(reinterpret_cast<const std::uint32_t*>(sums), padded, kBlockSize, dims[which],
-                    reinterpret_cast<std::uint32_t*>(x), kBlockSize);
-        }
-        if (which == 0) unrotate(plan_, x, dims[which]);
-        const float factor = which == 0 ? plan_.dk_factor : plan_.dv_factor;
-        if (factor != 1.0F) scale_all(x, dims[which], factor);
-        store_block(which == 0 ? out.dk : out.dv, x, dims[which], plan_.kv_heads, place, nan, work_.rows.data());
-      }
+      const auto end = sums.begin + static_cast<std::int64_t>(sums.blocks) * kBlockRows;
+      const bool seen = key >= sums.begin && key < end;
+      const auto row = static_cast<std::size_t>(seen ? key - sums.begin : 0);
+      const std::int32_t none[kBlockSize] = {};
+      turn_keys(seen ? sums.dk + row * d_ : nullptr, d_, static_cast<std::size_t>(plan_.head_dim));
+      unrotate(plan_, work_.block.data(), static_cast<std::size_t>(plan_.head_dim));
+      put_keys(out.dk, plan_.head_dim, plan_.dk_factor, place, seen ? sums.dk_nan + row : none);
+      turn_keys(seen ? sums.dv + row * dv_ : nullptr, dv_, static_cast<std::size_t>(plan_.value_dim));
+      put_keys(out.dv, plan_.value_dim, plan_.dv_factor, place, seen ? sums.dv_nan + row : none);
     }
+  }
+
+  /// A block of 32 rows of sums to work_.block, tokens in the lanes; zeros where there are none.
+  void turn_keys(const float* rows, std::size_t padded, std::size_t dims) {
+    float* x = work_.block.data();
+    if (rows == nullptr) {
+      for (std::size_t i = 0; i < dims * kBlockSize; ++i) x[i] = 0.0F;
+      return;
+    }
+    transpose(reinterpret_cast<const std::uint32_t*>(rows), padded, kBlockSize, dims,
+              reinterpret_cast<std::uint32_t*>(x), kBlockSize);
+  }
+
+  void put_keys(const Output& out, std::int64_t dims, float factor, const TokenPlace& place, const std::int32_t* nan) {
+    float* x = work_.block.data();
+    if (factor != 1.0F) scale_all(x, static_cast<std::size_t>(dims), factor);
+    store_block(out, x, static_cast<std::size_t>(dims), plan_.kv_heads, place, nan, work_.rows.data());
   }
 
   const Plan& plan_;
@@ -998,8 +1056,8 @@ class Unit {
   const Document& document_;
   Workspace& work_;
   Counts& counts_;
-  std::size_t d_ = 0;  ///< head_dim and value_dim, padded to blocks of 32.
-  std::size_t dv_ = 0;
+  std::size_t d_;  ///< head_dim and value_dim, padded to blocks of 32.
+  std::size_t dv_;
   std::int64_t tile_begin_ = 0;  ///< First key of the first tile.
   std::size_t tiles_ = 0;
   WeightRule rule_;
@@ -1014,16 +1072,15 @@ class Unit {
   std::int64_t last_sees_from_ = 0;
 
   BlockState states_[kStripBlocks];
-  Buffer<std::int32_t> key_nan_;  ///< By key: of dK, of dV.
   std::int32_t dout_base_ = 0;
-  std::int32_t dout_exponent_[kBlockSize];
-  std::int32_t q_poisoned_[kBlockSize];
-  std::int32_t dout_poisoned_[kBlockSize];
-  std::int32_t p_nan_[kBlockSize];
-  std::int32_t ds_nan_[kBlockSize];
-  std::int32_t row_level_[kBlockSize];
-  float inverse_[kBlockSize];
-  float ds_scale_[kBlockSize];
+  std::int32_t dout_exponent_[kBlockSize] = {};
+  std::int32_t q_poisoned_[kBlockSize] = {};
+  std::int32_t dout_poisoned_[kBlockSize] = {};
+  std::int32_t p_nan_[kBlockSize] = {};
+  std::int32_t ds_nan_[kBlockSize] = {};
+  std::int32_t row_level_[kBlockSize] = {};
+  float inverse_[kBlockSize] = {};
+  float ds_scale_[kBlockSize] = {};
 };
 
 }  // namespace mxflash::cpu::HWY_NAMESPACE

@@ -42,10 +42,12 @@ struct Workspace {
   Buffer<std::byte> staging;                ///< While an operand changes its order.
   Buffer<float> scores;                     ///< 32 keys x 32 queries per block of keys.
   Buffer<float> gradients;                  ///< dP, then dS, likewise.
+  Buffer<float> codes;                      ///< Of dS, one tile.
   Buffer<float> k_largest;                  ///< Of |k|, by block of keys.
   Buffer<float> product;                    ///< dims x 32.
   Buffer<float> dk, dv;                     ///< keys x dims.
   Buffer<std::int32_t> folds;               ///< Exponents by key: of v, v_cut, k, k_cut.
+  Buffer<std::int32_t> key_nan;             ///< By key: whether dK, dV are NaN.
   Buffer<std::int32_t> poisoned;            ///< Running counts by key: of k, of v.
   Buffer<const void*> left, right;          ///< Operands of a multiply, by block.
 };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <list>
 #include <utility>
 #include <vector>
 
@@ -69,17 +70,45 @@ Counts for_items(std::int64_t items, const Options& options, const Body& body) {
   return total;
 }
 
-std::vector<const Document*> longest_first(const Problem& problem) {
-  std::vector<std::pair<std::int64_t, const Document*>> by_pairs;
-  for (const Document& document : problem.packing.documents()) {
-    by_pairs.emplace_back(-visible_pairs(document, problem.mask), &document);
+/// Queries of a backward item. A longer document is several, which add up in order: fixed, because the order of the
+/// sums must not follow the threads.
+constexpr std::int64_t kBackwardQueries = 4096;
+
+/// Items of the backward, the longest documents first, those of one document and head one after the other.
+class BackwardItems {
+ public:
+  BackwardItems(const Problem& problem, std::int64_t kv_heads) {
+    std::vector<std::pair<std::int64_t, const Document*>> by_pairs;
+    for (const Document& document : problem.packing.documents()) {
+      by_pairs.emplace_back(-visible_pairs(document, problem.mask), &document);
+    }
+    std::ranges::sort(by_pairs);
+    for (const auto& [pairs, document] : by_pairs) {
+      for (std::int64_t head = 0; head < kv_heads; ++head) add(*document, head);
+    }
   }
-  std::ranges::sort(by_pairs);
-  std::vector<const Document*> documents;
-  documents.reserve(by_pairs.size());
-  for (const auto& [pairs, document] : by_pairs) documents.push_back(document);
-  return documents;
-}
+
+  [[nodiscard]] std::int64_t count() const { return static_cast<std::int64_t>(items_.size()); }
+  [[nodiscard]] const Item& at(std::int64_t index) const { return items_[static_cast<std::size_t>(index)]; }
+
+ private:
+  void add(const Document& document, std::int64_t head) {
+    if (document.q_length <= kBackwardQueries) {
+      items_.push_back({&document, head, 0, document.q_length, nullptr, 0});
+      return;
+    }
+    const auto parts = static_cast<int>((document.q_length + kBackwardQueries - 1) / kBackwardQueries);
+    sums_.emplace_back(parts);
+    for (int part = 0; part < parts; ++part) {
+      const std::int64_t begin = part * kBackwardQueries;
+      items_.push_back(
+          {&document, head, begin, std::min(begin + kBackwardQueries, document.q_length), &sums_.back(), part});
+    }
+  }
+
+  std::vector<Item> items_;
+  std::list<KeySums> sums_;
+};
 
 }  // namespace
 
@@ -117,8 +146,12 @@ Result<ForwardResult> forward(const InstructionSet& set, const Problem& problem,
   const auto items = static_cast<std::int64_t>(schedule->items.size()) * plan.kv_heads;
   const Counts counts = for_items(items, options, [&](std::int64_t index, Workspace& workspace, Counts& counter) {
     const WorkItem& work = schedule->items[static_cast<std::size_t>(index / plan.kv_heads)];
-    const Item item{&documents[static_cast<std::size_t>(work.document)], index % plan.kv_heads, work.query_begin,
-                    work.query_end};
+    const Item item{&documents[static_cast<std::size_t>(work.document)],
+                    index % plan.kv_heads,
+                    work.query_begin,
+                    work.query_end,
+                    nullptr,
+                    0};
     set.kernels.forward(plan, item, out, workspace, counter);
   });
   if (options.statistics) {
@@ -145,12 +178,9 @@ Result<BackwardResult> backward(const InstructionSet& set, const Problem& proble
                      {result.dv.data.data(), result.dv.dtype}};
   result.timing.quantize_ms = clock.milliseconds();
 
-  // Longest first, as the forward; each document whole, so that dK and dV add up in one order.
-  const std::vector<const Document*> documents = longest_first(problem);
-  const auto items = static_cast<std::int64_t>(documents.size()) * plan.kv_heads;
-  const Counts counts = for_items(items, options, [&](std::int64_t index, Workspace& workspace, Counts& counter) {
-    const Document* document = documents[static_cast<std::size_t>(index / plan.kv_heads)];
-    set.kernels.backward(plan, {document, index % plan.kv_heads, 0, document->q_length}, out, workspace, counter);
+  const BackwardItems items(problem, plan.kv_heads);
+  const Counts counts = for_items(items.count(), options, [&](std::int64_t index, Workspace& workspace, Counts& count) {
+    set.kernels.backward(plan, items.at(index), out, workspace, count);
   });
   if (options.statistics) {
     result.statistics.ds = counts.weights.octaves();

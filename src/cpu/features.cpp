@@ -29,8 +29,8 @@ Leaf7 leaf7() {
 bool ask_for_amx() {
   constexpr unsigned kAmxBf16 = 1U << 22;
   constexpr unsigned kAmxTile = 1U << 24;
-  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
-  constexpr long kTileData = 18;
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;
   const Leaf7 leaf = leaf7();
   if ((leaf.d & kAmxBf16) == 0 || (leaf.d & kAmxTile) == 0) return false;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;

@@ -62,8 +62,10 @@ HWY_INLINE void powers_of_two(const std::int32_t* exponents, std::int32_t sign, 
 /// One set of codes of dS, and what each product makes of them.
 class SharedGradient {
  public:
-  SharedGradient(const Operand& operand, const RandomPlace& random, const Tile& tile, const Rows& rows, const float* ds)
-      : tile_(tile), rows_(rows), by_row_(operand.block.rows == 1), round_(round_to(operand.encoding)) {
+  /// `codes` is room for a tile.
+  SharedGradient(const Operand& operand, const RandomPlace& random, const Tile& tile, const Rows& rows, const float* ds,
+                 float* codes)
+      : tile_(tile), rows_(rows), by_row_(operand.block.rows == 1), round_(round_to(operand.encoding)), codes_(codes) {
     for (std::size_t i = 0; i < kTileSize; i += kLanes) hn::Store(hn::Load(kF, ds + i), kF, codes_ + i);
     float unit[kBlockSize];  // The codes stay codes.
     BlockScales scales;
@@ -138,8 +140,8 @@ class SharedGradient {
   const Rows& rows_;
   bool by_row_;
   NearestRounder round_;
-  std::int32_t exponent_[kBlockSize];
-  alignas(64) float codes_[kTileSize];
+  std::int32_t exponent_[kBlockSize] = {};
+  float* codes_;
 };
 
 }  // namespace mxflash::cpu::HWY_NAMESPACE

@@ -8,6 +8,7 @@
 
 HWY_BEFORE_NAMESPACE();
 namespace mxflash::cpu::HWY_NAMESPACE {
+namespace {
 
 template <class Multiply>
 using ValueUnit = Unit<Multiply, ValueScores<Multiply>, ValueOutput<Multiply>>;
@@ -72,6 +73,7 @@ Kernels amx_kernels() { return kernels_of<AmxMultiply>(); }
 Kernels vnni_kernels() { return {forward_vnni, backward_vnni, quantize}; }
 #endif
 
+}  // namespace
 }  // namespace mxflash::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 

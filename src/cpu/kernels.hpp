@@ -7,18 +7,22 @@
 #include <vector>
 
 #include "cpu/buffers.hpp"
+#include "cpu/key_sums.hpp"
 #include "cpu/plan.hpp"
 #include "reference/weights.hpp"
 
 namespace mxflash::cpu {
 
 /// Queries [query_begin, query_end) of one document against one key/value head, for all query heads that read it.
-/// query_begin is a multiple of 32.
+/// query_begin is a multiple of 32, in the backward of 128.
 struct Item {
   const Document* document = nullptr;
   std::int64_t kv_head = 0;
   std::int64_t query_begin = 0;
   std::int64_t query_end = 0;
+  /// Of a backward whose document is several items: what they add to, and this one's number.
+  KeySums* sums = nullptr;
+  int number = 0;
 };
 
 /// Contiguous [tokens, heads, dims] of the inputs' type.
@@ -39,7 +43,7 @@ struct Forward {
   float* lse = nullptr;  ///< [tokens, heads]
 };
 
-/// Whole documents only: an item writes dK and dV.
+/// dK and dV are written by the item that covers its document, or by the last of those that do.
 struct Backward {
   Output dq;
   Output dk;

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <numbers>
 
 #include "cpu/scalar.hpp"
 #include "hwy/highway.h"
@@ -51,7 +52,7 @@ HWY_INLINE VF exp2(VF x) {
   p = hn::MulAdd(p, f, hn::Set(kF, 0.009618489071726799F));
   p = hn::MulAdd(p, f, hn::Set(kF, 0.05550328642129898F));
   p = hn::MulAdd(p, f, hn::Set(kF, 0.24022646248340607F));
-  p = hn::MulAdd(p, f, hn::Set(kF, 0.6931471824645996F));
+  p = hn::MulAdd(p, f, hn::Set(kF, std::numbers::ln2_v<float>));
   p = hn::MulAdd(p, f, hn::Set(kF, 1.0F));
   const VF scaled = hn::BitCast(kF, hn::Add(hn::BitCast(kI, p), hn::ShiftLeft<23>(whole)));
   return hn::IfThenElseZero(hn::Ge(held, hn::Set(kF, -126.0F)), scaled);

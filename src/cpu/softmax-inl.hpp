@@ -23,17 +23,17 @@ struct Tile {
 
 /// What a row of P needs to know, by lane. t includes V's exponent, s does not.
 struct Rows {
-  std::int32_t begin[kBlockSize];  ///< Visible keys.
-  std::int32_t end[kBlockSize];
-  float largest_t[kBlockSize];
-  float largest_s[kBlockSize];
-  float largest_fold[kBlockSize];
-  float reference[kBlockSize];     ///< m: the least integer not below t.
-  float reference_s[kBlockSize];   ///< The same of s: what l is held relative to.
-  std::int32_t shift[kBlockSize];  ///< m - reference_s.
-  double sum[kBlockSize];          ///< l 2^shift, times Plan.unit.
-  double plain_sum[kBlockSize];    ///< The same before quantization; only with WeightRule.counts_plain.
-  float most_fold = 0;             ///< Largest of largest_fold.
+  std::int32_t begin[kBlockSize] = {};  ///< Visible keys.
+  std::int32_t end[kBlockSize] = {};
+  float largest_t[kBlockSize] = {};
+  float largest_s[kBlockSize] = {};
+  float largest_fold[kBlockSize] = {};
+  float reference[kBlockSize] = {};     ///< m: the least integer not below t.
+  float reference_s[kBlockSize] = {};   ///< The same of s: what l is held relative to.
+  std::int32_t shift[kBlockSize] = {};  ///< m - reference_s.
+  double sum[kBlockSize] = {};          ///< l 2^shift, times Plan.unit.
+  double plain_sum[kBlockSize] = {};    ///< The same before quantization; only with WeightRule.counts_plain.
+  float most_fold = 0;                  ///< Largest of largest_fold.
 };
 
 /// How P is quantized on one kind of tile.
@@ -144,10 +144,11 @@ HWY_INLINE void reference_rows(Rows& rows) {
 inline constexpr float kLargestLogit = 1e30F;
 
 HWY_INLINE bool overflows(const Rows& rows) {
-  for (const float t : rows.largest_t) {
-    if (t > kLargestLogit) return true;
+  VF most = minus_infinity();
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    most = hn::Max(most, hn::LoadU(kF, rows.largest_t + lane));
   }
-  return false;
+  return hn::GetLane(hn::MaxOfLanes(kF, most)) > kLargestLogit;
 }
 
 HWY_INLINE void hold_scores(float* scores, std::size_t count, Rows& rows) {
@@ -162,8 +163,8 @@ HWY_INLINE void hold_scores(float* scores, std::size_t count, Rows& rows) {
 
 /// log2 of what divides the weights before they are rounded, and the factor from their codes, by lane.
 struct TileScales {
-  float log2_divisor[kBlockSize];
-  float factor[kBlockSize];
+  float log2_divisor[kBlockSize] = {};
+  float factor[kBlockSize] = {};
 };
 
 HWY_INLINE TileScales tile_scales(const WeightRule& rule, const float* tile_scores, const Rows& rows) {
@@ -197,8 +198,8 @@ HWY_INLINE TileScales tile_scales(const WeightRule& rule, const float* tile_scor
 
 /// Powers of two that take P to what a key counts in l: 2^(base - fold_j), and 2^(shift - base) by lane.
 struct FoldFactors {
-  float by_key[kBlockSize];
-  float by_lane[kBlockSize];
+  float by_key[kBlockSize] = {};
+  float by_lane[kBlockSize] = {};
   bool plain = true;  ///< All of them finite powers of two, no key of the tile light.
 };
 

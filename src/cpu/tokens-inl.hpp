@@ -23,6 +23,7 @@ struct TokenPlace {
 struct TokenBlock {
   float* x = nullptr;  ///< [dims][32]
   std::size_t dims = 0;
+  std::size_t lanes = kBlockSize;          ///< Those that may hold tokens: whole vectors.
   std::int32_t exponent[kBlockSize] = {};  ///< The folding exponent, or nvfp4's second level; else 0.
   std::int32_t poisoned[kBlockSize] = {};
   bool any_poisoned = false;
@@ -61,10 +62,10 @@ HWY_INLINE void widen_row(const TensorView& tensor, std::int64_t token, std::int
 
 /// log2(kRadix) stages of butterflies from distance `half` on, of x times a power of two.
 template <std::size_t kRadix>
-HWY_INLINE void butterflies(float* x, std::size_t dims, std::size_t half, VF factor) {
+HWY_INLINE void butterflies(float* x, std::size_t dims, std::size_t lanes, std::size_t half, VF factor) {
   for (std::size_t start = 0; start < dims; start += kRadix * half) {
     for (std::size_t d = start; d < start + half; ++d) {
-      for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+      for (std::size_t lane = 0; lane < lanes; lane += kLanes) {
         float* at = x + d * kBlockSize + lane;
         VF v[kRadix];
         for (std::size_t i = 0; i < kRadix; ++i) v[i] = hn::Mul(hn::Load(kF, at + i * half * kBlockSize), factor);
@@ -84,18 +85,18 @@ HWY_INLINE void butterflies(float* x, std::size_t dims, std::size_t half, VF fac
 }
 
 /// Rows of x times a power of two, by H: the same additions in the same order as the reference's, token by token.
-HWY_INLINE void hadamard(float* x, std::size_t dims, float scale) {
+HWY_INLINE void hadamard(float* x, std::size_t dims, std::size_t lanes, float scale) {
   VF factor = hn::Set(kF, scale);
   for (std::size_t half = 1; half < dims;) {
     const std::size_t left = dims / half;
     if (left >= 8) {
-      butterflies<8>(x, dims, half, factor);
+      butterflies<8>(x, dims, lanes, half, factor);
       half *= 8;
     } else if (left == 4) {
-      butterflies<4>(x, dims, half, factor);
+      butterflies<4>(x, dims, lanes, half, factor);
       half *= 4;
     } else {
-      butterflies<2>(x, dims, half, factor);
+      butterflies<2>(x, dims, lanes, half, factor);
       half *= 2;
     }
     factor = hn::Set(kF, 1.0F);
@@ -121,8 +122,9 @@ HWY_INLINE void scale_lanes(float* x, std::size_t dims, const float* factor) {
 
 HWY_INLINE void poison(TokenBlock& block) {
   block.any_poisoned = false;
+  for (std::int32_t& flag : block.poisoned) flag = 0;
   VI most = hn::Zero(kI);
-  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+  for (std::size_t lane = 0; lane < block.lanes; lane += kLanes) {
     VI largest = hn::Zero(kI);
     for (std::size_t d = 0; d < block.dims; ++d) {
       const VI bits = hn::BitCast(kI, hn::Load(kF, block.x + d * kBlockSize + lane));
@@ -149,18 +151,25 @@ HWY_INLINE void load_block(const TokenOperand& operand, int rotation_shift, cons
   for (std::size_t lane = 0; lane < place.count; ++lane) {
     widen_row(tensor, place.first + static_cast<std::int64_t>(lane), place.head, rows + lane * block.dims);
   }
-  for (std::size_t i = place.count * block.dims; i < kBlockSize * block.dims; ++i) rows[i] = 0.0F;
-  transpose(reinterpret_cast<const std::uint32_t*>(rows), block.dims, kBlockSize, block.dims,
+  // Few tokens, as one-token documents have: only as many vectors as they take.
+  const std::size_t used = (place.count + 3) / 4 * 4;
+  block.lanes = (place.count + kLanes - 1) / kLanes * kLanes;
+  for (std::size_t i = place.count * block.dims; i < used * block.dims; ++i) rows[i] = 0.0F;
+  if (used < kBlockSize) {
+    for (std::size_t i = 0; i < block.dims * kBlockSize; i += kLanes) hn::Store(hn::Zero(kF), kF, block.x + i);
+  }
+  transpose(reinterpret_cast<const std::uint32_t*>(rows), block.dims, used, block.dims,
             reinterpret_cast<std::uint32_t*>(block.x), kBlockSize);
   if (operand.rotate) {
-    hadamard(block.x, block.dims, hn::GetLane(pow2(hn::Set(kI, -rotation_shift))));
+    hadamard(block.x, block.dims, block.lanes, hn::GetLane(pow2(hn::Set(kI, -rotation_shift))));
   }
   poison(block);
 }
 
 /// Largest |x| by lane over rows [begin, end).
-HWY_INLINE void lane_maxima(const float* x, std::size_t begin, std::size_t end, float* maxima) {
-  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+HWY_INLINE void lane_maxima(const float* x, std::size_t begin, std::size_t end, std::size_t lanes, float* maxima) {
+  for (std::size_t lane = lanes; lane < kBlockSize; ++lane) maxima[lane] = 0.0F;
+  for (std::size_t lane = 0; lane < lanes; lane += kLanes) {
     VF largest = hn::Zero(kF);
     for (std::size_t d = begin; d < end; ++d) {
       largest = hn::Max(largest, hn::Abs(hn::Load(kF, x + d * kBlockSize + lane)));
@@ -258,6 +267,7 @@ class Encoder {
 /// What quantize_rows leaves besides the values.
 struct BlockScales {
   std::int32_t* exponent = nullptr;  ///< [32], of the last row of blocks.
+  std::size_t lanes = kBlockSize;    ///< In use: only these are read and written.
   float* decode = nullptr;           ///< [blocks][32]: the values are codes; null: they are codes times scales.
 };
 
@@ -269,9 +279,9 @@ HWY_INLINE void quantize_rows(const Operand& operand, const RandomPlace& random,
   float maxima[kBlockSize];
   for (std::size_t begin = 0; begin < rows; begin += width) {
     const std::size_t end = HWY_MIN(begin + width, rows);
-    lane_maxima(x, begin, end, maxima);
+    lane_maxima(x, begin, end, out.lanes, maxima);
     if (height > 1) spread_maximum(maxima, height);
-    for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    for (std::size_t lane = 0; lane < out.lanes; lane += kLanes) {
       const Scales scales = make(hn::LoadU(kF, maxima + lane));
       if (out.exponent != nullptr) hn::StoreU(scales.exponent, kI, out.exponent + lane);
       VF decode = scales.decode;
@@ -288,7 +298,7 @@ HWY_INLINE void quantize_rows(const Operand& operand, const RandomPlace& random,
 HWY_INLINE void apply_second_level(const Operand& operand, float strip_maximum, TokenBlock& block) {
   if (operand.second_level != SecondLevel::adaptive) return;
   float maxima[kBlockSize];
-  lane_maxima(block.x, 0, block.dims, maxima);
+  lane_maxima(block.x, 0, block.dims, block.lanes, maxima);
   if (operand.block.rows != 1) {
     for (float& maximum : maxima) maximum = strip_maximum;
   }
@@ -306,8 +316,14 @@ HWY_INLINE void quantize_scaled(const Operand& operand, const RandomPlace& rando
   block.width = folds ? block.dims : static_cast<std::size_t>(operand.block.columns);
   float unit[kBlockSize];  // A folding operand's codes stay codes: its scale is in the exponents.
   BlockScales out;
+  out.lanes = block.lanes;
   out.decode = folds ? unit : block.scale;
-  if (folds) out.exponent = block.exponent;
+  if (folds) {
+    for (std::size_t lane = block.lanes; lane < kBlockSize; ++lane) block.exponent[lane] = -127;  // as zero tokens
+    out.exponent = block.exponent;
+  } else if (block.scale != nullptr) {
+    for (std::size_t i = 0; i < (block.dims + block.width - 1) / block.width * kBlockSize; ++i) block.scale[i] = 0.0F;
+  }
   quantize_rows(operand, random, 0, block.x, block.dims, block.width, static_cast<std::size_t>(operand.block.rows),
                 out);
 }
