@@ -345,7 +345,7 @@ class Mxflash:
     def __init__(self, binary, recipe, threads, engine):
         self.binary = binary
         self.recipe = recipe
-        self.name = f"mxflash {recipe}"
+        self.name = f"mxflash {recipe}" if engine == "auto" else f"mxflash {recipe} ({engine})"
         self.options = ["--threads", str(threads), "--engine", engine]
         self.tuning = {}
 
@@ -363,6 +363,7 @@ class Mxflash:
         result = self.bench(self.shape, self.workload, self.recipe, *self.only, "--repeats", "1", "--warmup", "0")
         entry = result["benchmarks"][0]
         self.engine = entry["engine"]["name"]
+        self.ceiling = "bf16" if self.engine == "cpu:amx" else "fp32"
         self.tuning = {phase: {"chosen": f"engine {self.engine}", "ms": {}} for phase in self.phases}
         if entry["no_backward"] is not None:
             self.phases = ["forward"]

@@ -28,7 +28,7 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mxflash", type=pathlib.Path, default=ROOT / "build/release/tools/mxflash/mxflash")
     parser.add_argument("--recipe", default="mxfp8", help="recipes separated by commas; empty: peers only")
-    parser.add_argument("--engine", default="auto", help="of mxflash")
+    parser.add_argument("--engine", default="auto", help="of mxflash, names separated by commas")
     parser.add_argument("--peers", default=",".join(PEERS), help="separated by commas; empty: mxflash only")
     parser.add_argument("--workload", default=",".join(WORKLOADS), help="names separated by commas")
     parser.add_argument("--tokens", default="1024,4096", help="numbers separated by commas")
@@ -108,7 +108,12 @@ def make_contestants(options):
         "torch-bf16": lambda: contestants.Torch(torch.bfloat16, options.threads),
         "onnxruntime": lambda: contestants.OnnxRuntime(options.threads),
     }
-    ours = [contestants.Mxflash(options.mxflash, name, options.threads, options.engine) for name in options.recipe]
+    engines = options.engine.split(",")
+    ours = [
+        contestants.Mxflash(options.mxflash, name, options.threads, engine)
+        for engine in engines
+        for name in options.recipe
+    ]
     return [*ours, *(peers[name]() for name in options.peers)]
 
 
@@ -177,7 +182,7 @@ def memory(options, shape, workload, phases):
     tiny = contestants.Shape(32, 1, 1, 8, [32])
     rows = []
     for recipe in options.recipe:
-        player = contestants.Mxflash(options.mxflash, recipe, options.threads, options.engine)
+        player = contestants.Mxflash(options.mxflash, recipe, options.threads, options.engine.split(",")[0])
         queries = 2 * shape.tokens * shape.heads * shape.head_dim
         keys = 2 * shape.tokens * shape.kv_heads * shape.head_dim
         inputs = 2 * queries + 2 * keys
@@ -286,7 +291,7 @@ def lines_of(report):
         f"{shape['heads']} heads on {shape['kv_heads']}, head_dim {shape['head_dim']}, causal. "
         f"{method['rounds']} rounds of {method['repeats']} calls each, after a warm-up call, in an order that changes "
         "from round to round. Milliseconds: median (least..most; distance of the quartiles). mxflash: whole calls, "
-        "quantization included. Of ceiling: mxflash and FP32 against the FP32 product, BF16 against the BF16 product.",
+        "quantization included. Of ceiling: the FP32 product, for BF16 and for mxflash on AMX the BF16 product.",
         f"FLOPs: forward {method['flops']['forward']}; both {method['flops']['forward+backward']}.",
     ]
     lines = [line + "\n" for line in lines]

@@ -26,7 +26,8 @@ class Run(command_line.CommandLineTest):
     def test_json_has_the_documented_keys(self):
         source = self.write(capture(heads=4, kv_heads=2, cu=[0, 16, 48]))
         result = self.results("run", source, "--check", "--seed", "5")
-        self.assertEqual(result["engine"]["name"], "reference")
+        best = next(engine["name"] for engine in self.results("engines") if engine["available"])
+        self.assertEqual(result["engine"]["name"], best)
         self.assertEqual(result["recipe"], "mxfp8")
         self.assertEqual(result["input"], source)
         self.assertEqual(result["seed"], 5)
@@ -82,6 +83,16 @@ class Run(command_line.CommandLineTest):
                 result = self.results("run", source, "--recipe", recipe["name"], "--check")
                 self.assertEqual(result["recipe"], recipe["name"])
                 self.assertGreater(result["accuracy"]["o"]["cosine"], 0.9)
+
+    def test_engines_by_name(self):
+        source = self.write(capture())
+        names = [engine["name"] for engine in self.results("engines") if engine["available"]]
+        self.assertEqual(names[-2:], ["cpu:scalar", "reference"])
+        for name in names:
+            result = self.results("run", source, "--engine", name, "--check")
+            self.assertEqual(result["engine"]["name"], name)
+            self.assertGreater(result["accuracy"]["o"]["cosine"], 0.99, name)
+        self.assertEqual(self.results("run", source, "--engine", "cpu")["engine"]["name"], names[0])
 
     def test_without_check_there_is_no_accuracy(self):
         self.assertNotIn("accuracy", self.results("run", self.write(capture())))

@@ -81,6 +81,37 @@ Tensor odd_tensor(DType dtype, std::vector<std::int64_t> shape, std::uint64_t se
   return tensor;
 }
 
+/// Tokens whose values or exponent differ from the reference's.
+class Mismatches {
+ public:
+  Mismatches(const TensorView& view, const Quantized& want) : view_(view), want_(want) {}
+
+  /// Values [dims][32] and exponents of `lanes` tokens.
+  void block(std::int64_t token, std::int64_t head, std::int64_t lanes, const float* values,
+             const std::int32_t* exponents) {
+    for (std::int64_t lane = 0; lane < lanes; ++lane) {
+      if (same((token + lane) * view_.heads() + head, values + lane, exponents[lane])) continue;
+      if (++count == 1) first = fmt::format("token {} head {}", token + lane, head);
+    }
+  }
+
+  std::int64_t count = 0;
+  std::string first;
+
+ private:
+  [[nodiscard]] bool same(std::int64_t row, const float* values, std::int32_t exponent) const {
+    if (exponent != want_.exponents[static_cast<std::size_t>(row)]) return false;
+    for (std::int64_t d = 0; d < view_.dims(); ++d) {
+      const float value = values[d * kBlock] * want_.tensor_scale;
+      if (value != want_.values[static_cast<std::size_t>(row * view_.dims() + d)]) return false;
+    }
+    return true;
+  }
+
+  const TensorView& view_;
+  const Quantized& want_;
+};
+
 void expect_codes(const cpu::InstructionSet& set, const Tensor& tensor, const Packing& packing,
                   const QuantizeOptions& options) {
   const TensorView view = test::view(tensor);
@@ -98,33 +129,24 @@ void expect_codes(const cpu::InstructionSet& set, const Tensor& tensor, const Pa
   operand.stream = options.stream;
   operand.tensor_scale = want->tensor_scale;
   cpu::Workspace workspace;
+  Mismatches mismatches(view, *want);
   alignas(64) static float values[256 * 32];
   std::int32_t exponents[32];
-  std::int64_t different = 0;
-  std::string first;
   for (const Document& document : packing.documents()) {
-    const std::int64_t begin = options.side == Side::query ? document.q_begin : document.k_begin;
-    const std::int64_t length = options.side == Side::query ? document.q_length : document.k_length;
+    const bool query = options.side == Side::query;
+    const std::int64_t begin = query ? document.q_begin : document.k_begin;
+    const std::int64_t length = query ? document.q_length : document.k_length;
     for (std::int64_t head = 0; head < view.heads(); ++head) {
       for (std::int64_t row = 0; row < length; row += kBlock) {
         set.kernels.quantize(plan, operand, options.side, {&document, head, row, length, nullptr, 0}, head, values,
                              exponents, workspace);
-        for (std::int64_t lane = 0; lane < std::min(kBlock, length - row); ++lane) {
-          const std::int64_t token = (begin + row + lane) * view.heads() + head;
-          bool same = exponents[lane] == want->exponents[static_cast<std::size_t>(token)];
-          for (std::int64_t d = 0; same && d < view.dims(); ++d) {
-            float value = values[d * kBlock + lane];
-            if (options.operand.block == Block::tensor()) value *= want->tensor_scale;
-            same = value == want->values[static_cast<std::size_t>(token * view.dims() + d)];
-          }
-          if (same) continue;
-          if (++different == 1) first = fmt::format("token {} head {}", begin + row + lane, head);
-        }
+        mismatches.block(begin + row, head, std::min(kBlock, length - row), values, exponents);
       }
     }
   }
-  EXPECT_EQ(different, 0) << set.name << " " << to_string(options.operand.encoding) << " "
-                          << to_string(options.operand.block) << " dims " << view.dims() << ", first " << first;
+  EXPECT_EQ(mismatches.count, 0) << set.name << " " << to_string(options.operand.encoding) << " "
+                                 << to_string(options.operand.block) << " dims " << view.dims() << ", first "
+                                 << mismatches.first;
 }
 
 TEST(Cpu, CodesAndExponentsAreTheReferences) {

@@ -504,7 +504,7 @@ std::string time_text(const Samples& samples) {
 std::string answer_text(const Measurement& result) {
   if (!result.right) return "unchecked";
   const Coverage& coverage = result.coverage;
-  const std::string verdict = *result.right ? "right" : "WRONG";
+  std::string verdict = *result.right ? "right" : "WRONG";
   if (coverage.items == coverage.of_items) return verdict;
   return fmt::format("{} ({} of {} document-heads)", verdict, coverage.items, coverage.of_items);
 }
