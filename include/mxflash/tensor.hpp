@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "mxflash/formats.hpp"
@@ -70,12 +72,34 @@ struct TensorView {
   }
 };
 
+namespace detail {
+
+/// Leaves new bytes as they are: whoever makes large outputs writes all of them, from many threads.
+struct Uninitialized : std::allocator<std::byte> {
+  template <class U>
+  struct rebind {
+    using other = Uninitialized;
+  };
+  static void construct(std::byte*) {}
+  template <class... Arguments>
+  static void construct(std::byte* place, Arguments&&... arguments) {
+    std::construct_at(place, std::forward<Arguments>(arguments)...);
+  }
+};
+
+}  // namespace detail
+
+/// Bytes of a tensor; resize does not clear what it adds.
+using Bytes = std::vector<std::byte, detail::Uninitialized>;
+
 /// An owning, contiguous, row-major tensor of any rank.
 struct Tensor {
   DType dtype = DType::f32;
   std::vector<std::int64_t> shape;
-  std::vector<std::byte> data;
+  Bytes data;
 
+  /// Of unspecified values, to be written whole.
+  static Tensor uninitialized(DType dtype, std::vector<std::int64_t> shape);
   static Tensor zeros(DType dtype, std::vector<std::int64_t> shape);
   static Tensor from_floats(DType dtype, std::vector<std::int64_t> shape, const std::vector<float>& values);
 

@@ -137,8 +137,8 @@ Result<ForwardResult> forward(const InstructionSet& set, const Problem& problem,
   if (!schedule.ok()) return schedule.error();
 
   ForwardResult result;
-  result.o = Tensor::zeros(inputs.q.dtype, {inputs.q.tokens(), plan.heads, plan.value_dim});
-  result.lse = Tensor::zeros(DType::f32, {inputs.q.tokens(), plan.heads});
+  result.o = Tensor::uninitialized(inputs.q.dtype, {inputs.q.tokens(), plan.heads, plan.value_dim});
+  result.lse = Tensor::uninitialized(DType::f32, {inputs.q.tokens(), plan.heads});
   const Forward out{{result.o.data.data(), result.o.dtype}, reinterpret_cast<float*>(result.lse.data.data())};
   result.timing.quantize_ms = clock.milliseconds();
 
@@ -170,9 +170,9 @@ Result<BackwardResult> backward(const InstructionSet& set, const Problem& proble
   const Clock clock;
   const Plan plan = make_plan(problem, recipe, inputs, options);
   BackwardResult result;
-  result.dq = Tensor::zeros(inputs.q.dtype, {inputs.q.tokens(), plan.heads, plan.head_dim});
-  result.dk = Tensor::zeros(inputs.k.dtype, {inputs.k.tokens(), plan.kv_heads, plan.head_dim});
-  result.dv = Tensor::zeros(inputs.v.dtype, {inputs.v.tokens(), plan.kv_heads, plan.value_dim});
+  result.dq = Tensor::uninitialized(inputs.q.dtype, {inputs.q.tokens(), plan.heads, plan.head_dim});
+  result.dk = Tensor::uninitialized(inputs.k.dtype, {inputs.k.tokens(), plan.kv_heads, plan.head_dim});
+  result.dv = Tensor::uninitialized(inputs.v.dtype, {inputs.v.tokens(), plan.kv_heads, plan.value_dim});
   const Backward out{{result.dq.data.data(), result.dq.dtype},
                      {result.dk.data.data(), result.dk.dtype},
                      {result.dv.data.data(), result.dv.dtype}};

@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <numbers>
 
 #include "cpu/scalar.hpp"
 #include "hwy/highway.h"
@@ -41,21 +40,21 @@ HWY_INLINE VF pow2(VI exponent) {
   return hn::BitCast(kF, hn::Max(bits, hn::Set(kI, 0x00400000)));
 }
 
-/// 2^x to about an ulp, for x below 128; 0 below 2^-126, so also for -inf.
+/// 2^x to two ulp, for x below 128; 0 for -inf, and next to nothing below 2^-126.
 HWY_INLINE VF exp2(VF x) {
   const VF held = hn::Max(x, hn::Set(kF, -127.0F));
-  const VI whole = hn::NearestInt(held);
-  const VF f = hn::Sub(held, hn::ConvertTo(kF, whole));
-  // Least relative error on [-1/2, 1/2]: 1.9e-9.
-  VF p = hn::Set(kF, 0.0001534581242594868F);
-  p = hn::MulAdd(p, f, hn::Set(kF, 0.0013399930903688073F));
-  p = hn::MulAdd(p, f, hn::Set(kF, 0.009618489071726799F));
-  p = hn::MulAdd(p, f, hn::Set(kF, 0.05550328642129898F));
-  p = hn::MulAdd(p, f, hn::Set(kF, 0.24022646248340607F));
-  p = hn::MulAdd(p, f, hn::Set(kF, std::numbers::ln2_v<float>));
+  // Adding 1.5 2^23 rounds to an integer, which then lies in the low bits.
+  const VF magic = hn::Set(kF, 12582912.0F);
+  const VF shifted = hn::Add(held, magic);
+  const VF f = hn::Sub(held, hn::Sub(shifted, magic));
+  // Least relative error on [-1/2, 1/2]: 9.1e-8. At 0 it has to be 1 exactly: weights of 1 are, and -127 gives 0.
+  VF p = hn::Set(kF, 0.001326472731307149F);
+  p = hn::MulAdd(p, f, hn::Set(kF, 0.009671512991189957F));
+  p = hn::MulAdd(p, f, hn::Set(kF, 0.05550733581185341F));
+  p = hn::MulAdd(p, f, hn::Set(kF, 0.24022242426872253F));
+  p = hn::MulAdd(p, f, hn::Set(kF, 0.6931470036506653F));
   p = hn::MulAdd(p, f, hn::Set(kF, 1.0F));
-  const VF scaled = hn::BitCast(kF, hn::Add(hn::BitCast(kI, p), hn::ShiftLeft<23>(whole)));
-  return hn::IfThenElseZero(hn::Ge(held, hn::Set(kF, -126.0F)), scaled);
+  return hn::BitCast(kF, hn::Add(hn::BitCast(kI, p), hn::ShiftLeft<23>(hn::BitCast(kI, shifted))));
 }
 
 /// Rounds to the nearest number of a format, ties to even, saturating; a zero loses its sign.
@@ -72,6 +71,8 @@ class NearestRounder {
     const VF held = hn::Max(hn::Min(x, max_), hn::Neg(max_));
     return unsaturated(held);
   }
+  /// Of x that is not negative.
+  HWY_INLINE VF positive(VF x) const { return rounds_ ? unsaturated(hn::Min(x, max_)) : x; }
   /// Of |x| at most the format's maximum.
   HWY_INLINE VF unsaturated(VF x) const {
     const VI field = hn::And(hn::BitCast(kI, x), hn::Set(kI, 0x7F800000));

@@ -82,34 +82,72 @@ HWY_INLINE void start_rows(Rows& rows) {
   for (std::size_t lane = 0; lane < kBlockSize; ++lane) rows.sum[lane] = rows.plain_sum[lane] = 0;
 }
 
-/// Dot products to logits in place, -inf where masked, and their maxima.
-HWY_INLINE void score_tile(const Tile& tile, float factor, float* tile_scores, Rows& rows) {
+/// The largest exponent of a tile that every lane sees.
+HWY_INLINE float largest_fold(const Tile& tile) {
+  std::int32_t most = tile.folds[0];
+  for (std::size_t key = 1; key < kBlockSize; ++key) most = HWY_MAX(most, tile.folds[key]);
+  return static_cast<float>(most);
+}
+
+/// Dot products to logits in place, and their maxima, where every lane sees every key.
+HWY_INLINE void score_whole(const Tile& tile, float factor, float* tile_scores, Rows& rows) {
+  const VF by = hn::Set(kF, factor);
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    VF largest_t = hn::LoadU(kF, rows.largest_t + lane);
+    VF largest_s = hn::LoadU(kF, rows.largest_s + lane);
+    for (std::size_t key = 0; key < kBlockSize; ++key) {
+      float* at = tile_scores + key * kBlockSize + lane;
+      const VF s = hn::Mul(hn::Load(kF, at), by);
+      largest_s = hn::Max(largest_s, s);
+      if (tile.folds == nullptr) {
+        hn::Store(s, kF, at);
+        continue;
+      }
+      const VF t = hn::Add(s, hn::Set(kF, static_cast<float>(tile.folds[key])));
+      largest_t = hn::Max(largest_t, t);
+      hn::Store(t, kF, at);
+    }
+    if (tile.folds == nullptr) largest_t = hn::Max(largest_t, largest_s);
+    hn::StoreU(largest_t, kF, rows.largest_t + lane);
+    hn::StoreU(largest_s, kF, rows.largest_s + lane);
+    if (tile.folds == nullptr) continue;
+    const VF fold = hn::Max(hn::LoadU(kF, rows.largest_fold + lane), hn::Set(kF, largest_fold(tile)));
+    hn::StoreU(fold, kF, rows.largest_fold + lane);
+  }
+}
+
+/// The same with -inf where masked: the same bits elsewhere.
+HWY_INLINE void score_masked(const Tile& tile, float factor, float* tile_scores, Rows& rows) {
   for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
     const VI before = hn::Sub(hn::LoadU(kI, rows.begin + lane), hn::Set(kI, 1));
     const VI end = hn::LoadU(kI, rows.end + lane);
     VF largest_t = hn::LoadU(kF, rows.largest_t + lane);
     VF largest_s = hn::LoadU(kF, rows.largest_s + lane);
-    VF largest_fold = hn::LoadU(kF, rows.largest_fold + lane);
+    VF most_fold = hn::LoadU(kF, rows.largest_fold + lane);
     for (std::size_t key = 0; key < kBlockSize; ++key) {
       float* at = tile_scores + key * kBlockSize + lane;
+      const VI position = hn::Set(kI, tile.key + static_cast<std::int32_t>(key));
+      const MF visible = hn::RebindMask(kF, hn::And(hn::Gt(position, before), hn::Lt(position, end)));
       const VF fold = hn::Set(kF, tile.folds == nullptr ? 0.0F : static_cast<float>(tile.folds[key]));
-      VF s = hn::Mul(hn::Load(kF, at), hn::Set(kF, factor));
-      VF counted_fold = fold;
-      if (tile.masked) {
-        const VI position = hn::Set(kI, tile.key + static_cast<std::int32_t>(key));
-        const MF visible = hn::RebindMask(kF, hn::And(hn::Gt(position, before), hn::Lt(position, end)));
-        s = hn::IfThenElse(visible, s, minus_infinity());
-        counted_fold = hn::IfThenElse(visible, fold, hn::Set(kF, -127.0F));
-      }
+      const VF s = hn::IfThenElse(visible, hn::Mul(hn::Load(kF, at), hn::Set(kF, factor)), minus_infinity());
       const VF t = hn::Add(s, fold);
       hn::Store(t, kF, at);
       largest_t = hn::Max(largest_t, t);
       largest_s = hn::Max(largest_s, s);
-      if (tile.folds != nullptr) largest_fold = hn::Max(largest_fold, counted_fold);
+      if (tile.folds == nullptr) continue;
+      most_fold = hn::Max(most_fold, hn::IfThenElse(visible, fold, hn::Set(kF, -127.0F)));
     }
     hn::StoreU(largest_t, kF, rows.largest_t + lane);
     hn::StoreU(largest_s, kF, rows.largest_s + lane);
-    hn::StoreU(largest_fold, kF, rows.largest_fold + lane);
+    hn::StoreU(most_fold, kF, rows.largest_fold + lane);
+  }
+}
+
+HWY_INLINE void score_tile(const Tile& tile, float factor, float* tile_scores, Rows& rows) {
+  if (tile.masked) {
+    score_masked(tile, factor, tile_scores, rows);
+  } else {
+    score_whole(tile, factor, tile_scores, rows);
   }
 }
 
@@ -251,8 +289,8 @@ HWY_INLINE void weigh_plain(const WeightRule& rule, const TileScales& scales, co
     VF sum = hn::Zero(kF);
     for (std::size_t pair = 0; pair < kBlockSize / 2; ++pair) {
       const float* at = tile_scores + 2 * pair * kBlockSize + lane;
-      const VF even_code = round(Exp::of(hn::Sub(hn::Load(kF, at), divisor), pair));
-      const VF odd_code = round(Exp::of(hn::Sub(hn::Load(kF, at + kBlockSize), divisor), pair));
+      const VF even_code = round.positive(Exp::of(hn::Sub(hn::Load(kF, at), divisor), pair));
+      const VF odd_code = round.positive(Exp::of(hn::Sub(hn::Load(kF, at + kBlockSize), divisor), pair));
       VF even = even_code;
       VF odd = odd_code;
       if (rule.in_groups || rule.factor != 1.0F) {
@@ -283,7 +321,7 @@ template <class Exp>
 HWY_INLINE Weighed weigh_key(const WeightRule& rule, const NearestRounder& round, const TileScales& scales,
                              const Tile& tile, std::size_t key, std::size_t lane, VF t, const Rows& rows) {
   const std::int32_t fold = tile.folds == nullptr ? 0 : tile.folds[key];
-  const VF code = round(Exp::of(hn::Sub(t, hn::LoadU(kF, scales.log2_divisor + lane)), key / 2));
+  const VF code = round.positive(Exp::of(hn::Sub(t, hn::LoadU(kF, scales.log2_divisor + lane)), key / 2));
   const VF p = hn::Mul(code, hn::LoadU(kF, scales.factor + lane));
   const VF s = hn::Sub(t, hn::Set(kF, static_cast<float>(fold)));
   const VF plain =

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+
 namespace mxflash {
 
 std::string_view name_of(DType dtype) {
@@ -17,9 +19,15 @@ std::string_view name_of(DType dtype) {
   return "";
 }
 
-Tensor Tensor::zeros(DType dtype, std::vector<std::int64_t> shape) {
+Tensor Tensor::uninitialized(DType dtype, std::vector<std::int64_t> shape) {
   Tensor tensor{dtype, std::move(shape), {}};
   tensor.data.resize(static_cast<std::size_t>(tensor.elements()) * size_of(dtype));
+  return tensor;
+}
+
+Tensor Tensor::zeros(DType dtype, std::vector<std::int64_t> shape) {
+  Tensor tensor = uninitialized(dtype, std::move(shape));
+  std::ranges::fill(tensor.data, std::byte{0});
   return tensor;
 }
 
