@@ -11,6 +11,7 @@
 #include "cpu/engine.hpp"
 #include "cpu/kernels.hpp"
 #include "mxflash/quantize.hpp"
+#include "mxflash/safetensors.hpp"
 #include "recipe/roles.hpp"
 #include "unit/attention_support.hpp"
 
@@ -318,6 +319,20 @@ TEST(Cpu, LongDocumentsAddUpInOneOrder) {
   for (const int threads : {1, 3, 8}) {
     options.threads = threads;
     test::expect_same(test::outputs(c, recipe, options), two, fmt::format("with {} threads", threads));
+  }
+}
+
+/// q, k, v and dO of a trained model: as many of its tokens as the slowest instruction set takes in a second.
+TEST(Cpu, ARealLayer) {
+  constexpr std::int64_t kTokens = 200;
+  const Result<TensorFile> file = read_safetensors(std::string(MXFLASH_EXAMPLES) + "/gpt_small_l3.safetensors");
+  ASSERT_TRUE(file.ok());
+  const auto get = [&](const char* name) { return test::rows_of(file->tensors.at(name), 0, kTokens); };
+  Case c{{}, get("q"), get("k"), get("v"), get("do")};
+  c.problem.packing = Packing::single(kTokens, kTokens);
+  c.problem.scale = std::stof(file->metadata.at("softmax_scale"));
+  for (const std::string_view name : {"bf16", "mxfp8", "nvfp4", "fp4", "mxattention", "mxfp4-diagonal"}) {
+    expect_like_reference(c, test::recipe_named(name), "a real layer");
   }
 }
 

@@ -66,7 +66,6 @@ namespace mxflash {
 namespace {
 
 namespace fs = std::filesystem;
-using Bytes = std::vector<std::byte>;
 
 constexpr const char* kCorpus = MXFLASH_TEST_DATA "/../fuzz/corpus/safetensors";
 
