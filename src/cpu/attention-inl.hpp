@@ -444,7 +444,9 @@ class Unit {
     const float factor = HWY_MAX(1.0F, __builtin_fabsf(plan_.logit_factor));
     const double bound = 4.0 * static_cast<double>(q_largest_) * static_cast<double>(work_.k_largest.data()[index]) *
                          static_cast<double>(d_) * static_cast<double>(factor);
-    return bound > 0x1p126;
+    // The codes of q alone as well: int8 products meet q's scale before k's.
+    const double of_q = 16.0 * static_cast<double>(q_largest_) * static_cast<double>(d_);
+    return bound > 0x1p126 || of_q > 0x1p126;
   }
 
   /// The tile once more with q and k 2^-64 times as large, for the pairs that overflowed.
@@ -456,7 +458,7 @@ class Unit {
     alignas(64) float small[kTileSize];
     multiply_scores(k, q, small);
     const float factor = HWY_MAX(1.0F, __builtin_fabsf(plan_.logit_factor));
-    restore_scores(small, 1e38F / factor, scores(index));
+    restore_scores(small, kLargestLogit / factor, scores(index));
   }
 
   /// Keeps what keys count in l, in the place of the logits.
@@ -639,8 +641,9 @@ class Unit {
       const Tile tile = tile_at(index);
       weigh_tile(rule_at(tile), tile, scores(index), BackwardSink{scores(index)}, rows_);
     }
+    measured_ = -1;
     note_nan(place);
-    invert_sums(place);
+    take_sums(place);
     differentiate(block);
     const RandomPlace random{plan_.seed, static_cast<std::uint32_t>(reference::Stream::ds),
                              static_cast<std::uint32_t>(head), static_cast<std::int32_t>(query)};
@@ -688,12 +691,15 @@ class Unit {
     Multiply::pairs(tokens.x, tokens.dims, padded, out, at(work_.staging, 0));
   }
 
+  /// What of the base multiplies dO: with more, codes of other tokens would overflow. The rest multiplies P.
+  [[nodiscard]] std::int32_t held_base() const { return HWY_MIN(dout_base_, 100); }
+
   /// dO times 2^base: its exponents are folded into P relative to the base.
   void put_dout(TokenBlock& tokens, Element* out) {
     if (plan_.dout_dv.folds) {
       TokenBlock scaled = tokens;
       scaled.x = work_.product.data();
-      const VF factor = pow2(hn::Set(kI, dout_base_));
+      const VF factor = pow2(hn::Set(kI, held_base()));
       for (std::size_t i = 0; i < tokens.dims * kBlockSize; i += kLanes) {
         hn::Store(hn::Mul(hn::Load(kF, tokens.x + i), factor), kF, scaled.x + i);
       }
@@ -720,17 +726,25 @@ class Unit {
     }
   }
 
-  /// What takes counts to normalized weights: 0 for lanes without a row of their own.
-  void invert_sums(const TokenPlace& place) {
+  /// What divides counts into normalized weights.
+  void take_sums(const TokenPlace& place) {
     for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
       const bool sees = lane < place.count && rows_.begin[lane] < rows_.end[lane] && p_nan_[lane] == 0;
-      inverse_[lane] = sees ? static_cast<float>(1.0 / normalizer(lane)) : 0.0F;
+      // Infinite where the lane has no row of its own: its weights become zero.
+      sum_[lane] = sees ? static_cast<float>(normalizer(lane)) : __builtin_inff();
       ds_scale_[lane] = ds_nan_[lane] != 0 ? 0.0F : plan_.softmax_factor;
     }
   }
 
   [[nodiscard]] float* gradients(std::size_t block, std::size_t tile) const {
     return work_.gradients.data() + ((plan_.strip_ds ? block * tiles_ : 0) + tile) * kTileSize;
+  }
+
+  /// Finite: Inf or NaN of an overflow would pass a masked weight of zero.
+  static HWY_INLINE VF hold(VF x) {
+    const VF most = hn::Set(kF, 1e38F);
+    const VF held = hn::IfThenElse(hn::Gt(x, hn::Zero(kF)), most, hn::Neg(most));
+    return hn::IfThenElse(hn::Le(hn::Abs(x), most), x, held);
   }
 
   /// dP, D, then dS in place of dP, and normalized weights in place of the counts.
@@ -741,13 +755,17 @@ class Unit {
       multiply_tile(at(work_.v_rows, index * kBlockSize * dv_), at(work_.do_columns, 0), dv_, dp);
       float sums[kBlockSize];
       for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
-        const VF inverse = hn::LoadU(kF, inverse_ + lane);
+        const VF row_sum = hn::LoadU(kF, sum_ + lane);
         VF sum = hn::Zero(kF);
         for (std::size_t key = 0; key < kBlockSize; ++key) {
           float* p = scores(index) + key * kBlockSize + lane;
-          const VF w = hn::Mul(hn::Load(kF, p), inverse);
+          // A division: the only key of a row has the weight 1.
+          const VF w = hn::Div(hn::Load(kF, p), row_sum);
           hn::Store(w, kF, p);
-          sum = hn::MulAdd(w, hn::Load(kF, dp + key * kBlockSize + lane), sum);
+          float* at_dp = dp + key * kBlockSize + lane;
+          const VF held = hold(hn::Load(kF, at_dp));
+          hn::Store(held, kF, at_dp);
+          sum = hn::MulAdd(w, held, sum);
         }
         hn::StoreU(sum, kF, sums + lane);
       }
@@ -788,6 +806,9 @@ class Unit {
       scale_lanes(w, kBlockSize, factor);
     }
     quantize_tile(recipe.dv.weights, random, tile.key, w);
+    if (dout_base_ != held_base()) {
+      scale_all(w, kBlockSize, hn::GetLane(pow2(hn::Set(kI, dout_base_ - held_base()))));
+    }
     Multiply::lanes(w, kBlockSize, kBlockSize, p_rows(block, index));
 
     const float* ds = gradients(block, index);
@@ -839,7 +860,7 @@ class Unit {
     const Operand& operand = cut ? recipe.dq.cut->weights : recipe.dq.weights;
     const float* ds = gradients(block, index);
     const bool adaptive = operand.second_level == SecondLevel::adaptive;
-    if (adaptive && (index == first_tile_ || first_key(index) % kStripRows == 0)) measure_rows(index, block);
+    if (adaptive && measured_ != first_key(index) / kStripRows) measure_rows(index, block);
     copy_tile(ds, values);
     fold_keys(tile, index, values);
     float factor[kBlockSize];
@@ -855,12 +876,13 @@ class Unit {
     put_dq(tile, index, ds, values);
   }
 
-  /// nvfp4's second level of dS by query, over the 128 keys from `index` on.
+  /// nvfp4's second level of dS by query, over the 128 keys around tile `index`.
   void measure_rows(std::size_t index, std::size_t block) {
+    measured_ = first_key(index) / kStripRows;
     float maxima[kBlockSize] = {};
     float* values = work_.product.data();
-    const std::int64_t end = first_key(index) - first_key(index) % kStripRows + kStripRows;
-    for (std::size_t i = index; i < end_tile_ && first_key(i) < end; ++i) {
+    for (std::size_t i = first_tile_; i < end_tile_; ++i) {
+      if (first_key(i) / kStripRows != measured_) continue;
       copy_tile(gradients(block, i), values);
       fold_keys(tile_at(i), i, values);
       float more[kBlockSize];
@@ -1079,7 +1101,8 @@ class Unit {
   std::int32_t p_nan_[kBlockSize] = {};
   std::int32_t ds_nan_[kBlockSize] = {};
   std::int32_t row_level_[kBlockSize] = {};
-  float inverse_[kBlockSize] = {};
+  std::int64_t measured_ = -1;  ///< Which 128 keys row_level_ is of.
+  float sum_[kBlockSize] = {};
   float ds_scale_[kBlockSize] = {};
 };
 

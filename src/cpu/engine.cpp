@@ -118,6 +118,13 @@ Status supports(const InstructionSet& set, const Recipe& recipe) {
     return unsupported(
         "dq_accumulation: an FP16 sum given, f32 allowed (FP16 sums are of devices; the reference has them)");
   }
+  const bool tensor_o = recipe.o.cut && recipe.o.tokens.quantized() && recipe.o.tokens.block == Block::tensor();
+  const bool tensor_dq = recipe.dq.cut && recipe.dq.tokens.quantized() && recipe.dq.tokens.block == Block::tensor();
+  if (tensor_o || tensor_dq) {
+    return unsupported(
+        fmt::format("{}.tokens.block: tensor beside a cut given, a block scale allowed (the reference has it)",
+                    tensor_o ? "o" : "dq"));
+  }
   if (set.exact_f32) return {};
   const bool backward = has_backward(recipe);
   for (const Place& place : places_of(recipe)) {

@@ -81,11 +81,14 @@ class SharedGradient {
     tops_of_keys(k, keys, top);
     for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
       const VI most = hn::LoadU(kI, top + lane);
-      const VF decode = pow2(hn::Add(most, hn::LoadU(kI, exponent_ + lane)));
+      // Two factors: the sum of the exponents may be below what one can hold.
+      const VF of_scale = pow2(hn::LoadU(kI, exponent_ + lane));
+      const VF of_keys = pow2(most);
       for (std::size_t key = 0; key < kBlockSize; ++key) {
         const VI shift = hn::Min(hn::Sub(hn::Set(kI, k.at(key)), most), hn::Zero(kI));
         const VF code = hn::Load(kF, codes_ + key * kBlockSize + lane);
-        hn::Store(hn::Mul(round_.unsaturated(hn::Mul(code, pow2(shift))), decode), kF, out + key * kBlockSize + lane);
+        const VF moved = hn::Mul(round_.unsaturated(hn::Mul(code, pow2(shift))), of_scale);
+        hn::Store(hn::Mul(moved, of_keys), kF, out + key * kBlockSize + lane);
       }
     }
   }
@@ -107,11 +110,12 @@ class SharedGradient {
     for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
       const VI shift = hn::Min(hn::Sub(hn::LoadU(kI, own + lane), hn::Set(kI, top)), hn::Zero(kI));
       const VF encode = pow2(shift);
-      const VI applied = by_row_ ? hn::Zero(kI) : hn::LoadU(kI, exponent_ + lane);
-      const VF decode = pow2(hn::Add(hn::Set(kI, top), applied));
+      const VF of_scale = by_row_ ? hn::Set(kF, 1.0F) : pow2(hn::LoadU(kI, exponent_ + lane));
+      const VF of_queries = pow2(hn::Set(kI, top));
       for (std::size_t key = 0; key < kBlockSize; ++key) {
         const VF code = hn::Load(kF, codes_ + key * kBlockSize + lane);
-        hn::Store(hn::Mul(round_.unsaturated(hn::Mul(code, encode)), decode), kF, out + key * kBlockSize + lane);
+        const VF moved = hn::Mul(round_.unsaturated(hn::Mul(code, encode)), of_scale);
+        hn::Store(hn::Mul(moved, of_queries), kF, out + key * kBlockSize + lane);
       }
     }
   }

@@ -100,6 +100,7 @@ HWY_INLINE void score_whole(const Tile& tile, float factor, float* tile_scores, 
       const VF s = hn::Mul(hn::Load(kF, at), by);
       largest_s = hn::Max(largest_s, s);
       if (tile.folds == nullptr) {
+        largest_t = hn::Max(largest_t, s);
         hn::Store(s, kF, at);
         continue;
       }
@@ -107,7 +108,6 @@ HWY_INLINE void score_whole(const Tile& tile, float factor, float* tile_scores, 
       largest_t = hn::Max(largest_t, t);
       hn::Store(t, kF, at);
     }
-    if (tile.folds == nullptr) largest_t = hn::Max(largest_t, largest_s);
     hn::StoreU(largest_t, kF, rows.largest_t + lane);
     hn::StoreU(largest_s, kF, rows.largest_s + lane);
     if (tile.folds == nullptr) continue;
@@ -179,7 +179,7 @@ HWY_INLINE void reference_rows(Rows& rows) {
 }
 
 /// Logits beyond this are equal: the sums of FP32 know no more.
-inline constexpr float kLargestLogit = 1e30F;
+inline constexpr float kLargestLogit = 1e38F;
 
 HWY_INLINE bool overflows(const Rows& rows) {
   VF most = minus_infinity();

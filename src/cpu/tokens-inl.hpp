@@ -33,6 +33,7 @@ struct TokenBlock {
 };
 
 inline constexpr std::size_t kLargestDims = 256;
+inline constexpr float kLargestBf16 = 0x1.FEp127F;
 
 HWY_INLINE void widen_row(const TensorView& tensor, std::int64_t token, std::int64_t head, float* row) {
   if (tensor.stride[2] != 1) {
@@ -336,7 +337,10 @@ HWY_INLINE void quantize_block(const TokenOperand& operand, const RandomPlace& r
   if (how.encoding == Encoding::f32) return;
   if (how.encoding == Encoding::bf16) {
     for (std::size_t i = 0; i < block.dims * kBlockSize; i += kLanes) {
-      hn::Store(round_bf16(hn::Load(kF, block.x + i)), kF, block.x + i);
+      // Not Inf, which would be NaN under a masked weight of zero.
+      const VF held =
+          hn::Max(hn::Min(hn::Load(kF, block.x + i), hn::Set(kF, kLargestBf16)), hn::Set(kF, -kLargestBf16));
+      hn::Store(round_bf16(held), kF, block.x + i);
     }
     return;
   }

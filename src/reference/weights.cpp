@@ -180,7 +180,7 @@ class BlockQuantizer {
 
   void run(std::vector<double>& weights) {
     weights_ = &weights;
-    if (product_.weights.second_level == SecondLevel::adaptive) measure_second_level();
+    if (adaptive_operand() != nullptr) measure_second_level();
     for (std::int64_t query = strip_.query_begin; query < strip_.query_end; query += kBlock) {
       for (std::int64_t key = strip_.key_begin; key < strip_.key_end; key += kBlock) {
         const bool cut = product_.cut.has_value() && strip_.cuts(query, key);
@@ -251,8 +251,15 @@ class BlockQuantizer {
                                                             : key - strip_.key_begin);
   }
 
+  /// The operand of whole tiles or of cut ones, whichever has a second level; where both do, blocks run the same way.
+  [[nodiscard]] const Operand* adaptive_operand() const {
+    if (product_.weights.second_level == SecondLevel::adaptive) return &product_.weights;
+    if (product_.cut && product_.cut->weights.second_level == SecondLevel::adaptive) return &product_.cut->weights;
+    return nullptr;
+  }
+
   void measure_second_level() {
-    const Operand& operand = product_.weights;
+    const Operand& operand = *adaptive_operand();
     const std::int64_t tiles = strip_.document.k_length / kStrip + 1;
     std::vector<float> maxima(static_cast<std::size_t>(std::max(strip_.queries() * tiles, strip_.keys())));
     for (std::int64_t query = strip_.query_begin; query < strip_.query_end; ++query) {
