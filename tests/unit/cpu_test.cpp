@@ -322,6 +322,44 @@ TEST(Cpu, LongDocumentsAddUpInOneOrder) {
   }
 }
 
+/// Mixtures that no recipe of the catalogue has, under a window, whose first tiles are cut.
+TEST(Cpu, MixedOperandsOnCutTiles) {
+  Recipe adaptive = test::recipe_named("fp4");
+  adaptive.dq.cut = WeightPair{{.encoding = Encoding::bf16}, {.encoding = Encoding::bf16}};
+  Recipe fixed_scale = test::recipe_named("mxattention");
+  fixed_scale.beta = 4;
+  fixed_scale.o.weights.block = fixed_scale.o.cut->weights.block = Block::tensor();
+  fixed_scale.o.weights.rule = fixed_scale.o.cut->weights.rule = ScaleRule::ceil;
+  Case c = test::random_case(test::pack_self({300}), {2, 1, 64, 64}, DType::f32, 41);
+  c.problem.mask = Mask::window(100, 0);
+  for (const Recipe& recipe : {adaptive, fixed_scale}) {
+    const Status status = validate(recipe);
+    ASSERT_TRUE(status.ok()) << status.error().message;
+    expect_like_reference(c, recipe, "mixed operands");
+  }
+}
+
+/// A later token whose products leave FP32 changes nothing before it: a masked weight of zero meets no Inf.
+TEST(Cpu, C1_NoLeakOfATokenBeyondFp32) {
+  for (const std::string_view name : {"bf16", "mxfp4-diagonal", "fp4"}) {
+    const Recipe recipe = test::recipe_named(name);
+    const Case before = test::random_case(test::pack_self({70}), {1, 1, 32, 32}, DType::f32, 43);
+    Case after = before;
+    test::set_row(after.v, 50, 0, 3.4e38F);
+    test::set_row(after.k, 50, 0, 3.4e38F);
+    for (const cpu::InstructionSet& set : sets_here()) {
+      Options options = test::two_threads();
+      options.engine = fmt::format("cpu:{}", set.name);
+      const std::vector<test::Output> was = test::outputs(before, recipe, options);
+      const std::vector<test::Output> is = test::outputs(after, recipe, options);
+      for (std::size_t i = 0; i < 3; ++i) {  // o, lse, dq
+        EXPECT_TRUE(test::same_bits(test::rows_of(is[i].tensor, 0, 50), test::rows_of(was[i].tensor, 0, 50)))
+            << was[i].name << " " << name << " on " << options.engine;
+      }
+    }
+  }
+}
+
 /// q, k, v and dO of a trained model: as many of its tokens as the slowest instruction set takes in a second.
 TEST(Cpu, ARealLayer) {
   constexpr std::int64_t kTokens = 200;
