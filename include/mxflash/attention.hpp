@@ -39,7 +39,7 @@ struct Options {
   int threads = 0;              ///< 0: one a core.
   std::uint64_t seed = 0;       ///< Of stochastic rounding.
   bool deterministic = true;    ///< Bit-identical gradients for the same input; the forward always is.
-  bool statistics = false;    ///< Fill WeightStatistics, which takes time; else they are empty.
+  bool statistics = false;      ///< Fill WeightStatistics, which takes time; else they are empty.
   Progress progress;
 };
 
