@@ -4,34 +4,32 @@
 #define HWY_TARGET_INCLUDE "cpu/kernels.cpp"
 #include "hwy/foreach_target.h"
 //
-#include "cpu/attention-inl.hpp"
+#include "cpu/backward-inl.hpp"
+#include "cpu/forward-inl.hpp"
+#include "cpu/int8-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace mxflash::cpu::HWY_NAMESPACE {
 namespace {
 
 template <class Multiply>
-using ValueUnit = Unit<Multiply, ValueScores<Multiply>, ValueOutput<Multiply>>;
-
-template <class Multiply>
 void forward(const Plan& plan, const Item& item, const Forward& out, Workspace& work, Counts& counts) {
-  ValueUnit<Multiply>(plan, item, work, counts).forward(out);
+  ForwardUnit<Multiply, ValueScores<Multiply>, ValueOutput<Multiply>>(plan, item, work, counts).run(out);
 }
 
 template <class Multiply>
 void backward(const Plan& plan, const Item& item, const Backward& out, Workspace& work, Counts& counts) {
-  ValueUnit<Multiply>(plan, item, work, counts).backward(out);
+  BackwardUnit<Multiply, ValueScores<Multiply>>(plan, item, work, counts).run(out);
 }
 
 #if HWY_TARGET == HWY_AVX3
 
 /// Codes where a recipe's are small integers, values elsewhere.
 void forward_vnni(const Plan& plan, const Item& item, const Forward& out, Workspace& work, Counts& counts) {
-  using Value = ValueOutput<FmaMultiply>;
   if (plan.int8_scores && plan.int8_output) {
-    Unit<FmaMultiply, Int8Scores, Int8Output>(plan, item, work, counts).forward(out);
+    ForwardUnit<FmaMultiply, Int8Scores, Int8Output>(plan, item, work, counts).run(out);
   } else if (plan.int8_scores) {
-    Unit<FmaMultiply, Int8Scores, Value>(plan, item, work, counts).forward(out);
+    ForwardUnit<FmaMultiply, Int8Scores, ValueOutput<FmaMultiply>>(plan, item, work, counts).run(out);
   } else {
     forward<FmaMultiply>(plan, item, out, work, counts);
   }
@@ -39,7 +37,7 @@ void forward_vnni(const Plan& plan, const Item& item, const Forward& out, Worksp
 
 void backward_vnni(const Plan& plan, const Item& item, const Backward& out, Workspace& work, Counts& counts) {
   if (plan.int8_scores) {
-    Unit<FmaMultiply, Int8Scores, ValueOutput<FmaMultiply>>(plan, item, work, counts).backward(out);
+    BackwardUnit<FmaMultiply, Int8Scores>(plan, item, work, counts).run(out);
   } else {
     backward<FmaMultiply>(plan, item, out, work, counts);
   }

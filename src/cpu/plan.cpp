@@ -105,7 +105,7 @@ Plan make_plan(const Problem& problem, const Recipe& recipe, const Inputs& input
   const double softmax = reference::softmax_scale(problem, rotation, plan.head_dim);
   plan.softmax_factor = static_cast<float>(softmax);
   // Scales over all of a tensor may lie beyond FP32 together.
-  constexpr double kMost = 1e38;
+  constexpr double kMost = kHeld;
   const double logit = softmax * std::numbers::log2e * static_cast<double>(plan.q_s.tensor_scale) *
                        static_cast<double>(plan.k_s.tensor_scale);
   plan.logit_factor = static_cast<float>(std::clamp(logit, -kMost, kMost));

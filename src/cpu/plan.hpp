@@ -7,11 +7,16 @@
 #include "mxflash/attention.hpp"
 #include "mxflash/quantize.hpp"
 #include "reference/operands.hpp"
+#include "reference/strip.hpp"
 
 namespace mxflash::cpu {
 
-/// Queries whose gradients of keys are gathered before they are added up, and over which nvfp4 shares its second level.
-inline constexpr std::int64_t kStripBlocks = 4;
+/// Blocks of queries whose gradients of keys are gathered before they are added up, and over which nvfp4 shares its
+/// second level.
+inline constexpr std::int64_t kStripBlocks = kStrip / kBlock;
+
+/// Logits and dP beyond this are held at it: FP32 has no room for more, and Inf would be NaN under a masked weight.
+inline constexpr float kHeld = 1e38F;
 
 struct TokenOperand {
   const TensorView* tensor = nullptr;

@@ -64,12 +64,4 @@ void count_gradients(OctaveCounter& counter, const float* before, const float* a
 
 int static_exponent(const Operand& weights) { return spec_of(*element_format(weights.encoding)).max_exponent; }
 
-GroupRule group_rule(const Operand& weights) {
-  const Format format = *element_format(weights.encoding);
-  if (weights.rule == ScaleRule::floor) return {static_cast<float>(-spec_of(format).max_exponent), 2.0F};
-  const float limit = weights.rule == ScaleRule::uos ? uos_threshold(format) : spec_of(format).max;
-  const int exponent = detail::floor_log2(detail::bits_of(limit));
-  return {static_cast<float>(-exponent), limit * detail::pow2(-exponent)};
-}
-
 }  // namespace mxflash::cpu

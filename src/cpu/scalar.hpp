@@ -49,12 +49,4 @@ void count_gradients(OctaveCounter& counter, const float* before, const float* a
 /// Exponent that static weights are encoded with: log2 of what multiplies them.
 int static_exponent(const Operand& weights);
 
-/// `group_exponent` of a group's largest base-2 logit g is floor(g) + offset, + 1 where 2^(g - floor(g)) >
-/// `significand`; 2 counts as 1 of the next octave.
-struct GroupRule {
-  float offset = 0;
-  float significand = 2;
-};
-GroupRule group_rule(const Operand& weights);
-
 }  // namespace mxflash::cpu

@@ -6,7 +6,7 @@
 #define MXFLASH_CPU_SOFTMAX_INL
 #endif
 
-#include "cpu/simd-inl.hpp"
+#include "cpu/tokens-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace mxflash::cpu::HWY_NAMESPACE {
@@ -40,7 +40,7 @@ struct Rows {
 struct WeightRule {
   RoundTo to;
   bool in_groups = false;
-  GroupRule group;
+  ScaleLimit limit;      ///< Of groups.
   float log2_scale = 0;  ///< Static P is encoded times 2^this.
   float factor = 1;      ///< From a code to units of Plan.unit.
   float smallest_normal = 0;
@@ -178,24 +178,21 @@ HWY_INLINE void reference_rows(Rows& rows) {
   rows.most_fold = hn::GetLane(hn::MaxOfLanes(kF, most));
 }
 
-/// Logits beyond this are equal: the sums of FP32 know no more.
-inline constexpr float kLargestLogit = 1e38F;
-
 HWY_INLINE bool overflows(const Rows& rows) {
   VF most = minus_infinity();
   for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
     most = hn::Max(most, hn::LoadU(kF, rows.largest_t + lane));
   }
-  return hn::GetLane(hn::MaxOfLanes(kF, most)) > kLargestLogit;
+  return hn::GetLane(hn::MaxOfLanes(kF, most)) > kHeld;
 }
 
 HWY_INLINE void hold_scores(float* scores, std::size_t count, Rows& rows) {
   for (std::size_t i = 0; i < count; i += kLanes) {
-    hn::Store(hn::Min(hn::Load(kF, scores + i), hn::Set(kF, kLargestLogit)), kF, scores + i);
+    hn::Store(hn::Min(hn::Load(kF, scores + i), hn::Set(kF, kHeld)), kF, scores + i);
   }
   for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
-    rows.largest_t[lane] = HWY_MIN(rows.largest_t[lane], kLargestLogit);
-    rows.largest_s[lane] = HWY_MIN(rows.largest_s[lane], kLargestLogit);
+    rows.largest_t[lane] = HWY_MIN(rows.largest_t[lane], kHeld);
+    rows.largest_s[lane] = HWY_MIN(rows.largest_s[lane], kHeld);
   }
 }
 
@@ -220,13 +217,9 @@ HWY_INLINE TileScales tile_scales(const WeightRule& rule, const float* tile_scor
     }
     const MF any = hn::Gt(g, minus_infinity());
     g = hn::IfThenElse(any, g, m);
-    VF octave = hn::Floor(g);
-    VF significand = exp2(hn::Sub(g, octave));
-    const MF next = hn::Ge(significand, hn::Set(kF, 2.0F));
-    octave = hn::IfThenElse(next, hn::Add(octave, hn::Set(kF, 1.0F)), octave);
-    significand = hn::IfThenElse(next, hn::Set(kF, 1.0F), significand);
-    const VF above = hn::IfThenElseZero(hn::Gt(significand, hn::Set(kF, rule.group.significand)), hn::Set(kF, 1.0F));
-    const VF exponent = hn::Add(hn::Add(octave, hn::Set(kF, rule.group.offset)), above);
+    const VF octave = hn::Floor(g);
+    const Scales of_octave = power_scales(exp2(hn::Sub(g, octave)), rule.limit);
+    const VF exponent = hn::Add(octave, hn::ConvertTo(kF, of_octave.exponent));
     const VF scale = hn::IfThenElse(any, hn::Max(exponent, hn::Sub(m, hn::Set(kF, 127.0F))), m);
     hn::StoreU(scale, kF, out.log2_divisor + lane);
     hn::StoreU(hn::Mul(pow2(hn::NearestInt(hn::Sub(scale, m))), hn::Set(kF, rule.unit)), kF, out.factor + lane);
@@ -242,7 +235,6 @@ struct FoldFactors {
 };
 
 HWY_INLINE FoldFactors fold_factors(const Tile& tile, const Rows& rows) {
-  constexpr std::int32_t kLight = 3;    // docs/numerics.md: octaves below the row's largest exponent of V
   constexpr std::int32_t kSpread = 60;  // keeps products of both factors and a weight inside FP32
   FoldFactors out;
   if (tile.folds == nullptr) {
@@ -259,7 +251,7 @@ HWY_INLINE FoldFactors fold_factors(const Tile& tile, const Rows& rows) {
     least = HWY_MIN(least, tile.folds[key]);
     base = HWY_MAX(base, tile.folds[key]);
   }
-  out.plain = least > -127 && least + kLight > static_cast<std::int32_t>(rows.most_fold) && base - least <= kSpread;
+  out.plain = least > -127 && least + kLightFold > static_cast<std::int32_t>(rows.most_fold) && base - least <= kSpread;
   for (std::size_t i = 0; i < kBlockSize; i += kLanes) {
     const VI fold = hn::LoadU(kI, tile.folds + i);
     hn::StoreU(pow2(hn::Sub(hn::Set(kI, base), fold)), kF, out.by_key + i);
@@ -328,7 +320,7 @@ HWY_INLINE Weighed weigh_key(const WeightRule& rule, const NearestRounder& round
       hn::Mul(Exp::of(hn::Sub(s, hn::LoadU(kF, rows.reference_s + lane)), key / 2), hn::Set(kF, rule.unit));
   VF counted = hn::Mul(p, pow2(hn::Sub(hn::LoadU(kI, rows.shift + lane), hn::Set(kI, fold))));
   if (tile.folds != nullptr && rule.smallest_normal > 0) {
-    const VF light = hn::Set(kF, static_cast<float>(fold + 3));
+    const VF light = hn::Set(kF, static_cast<float>(fold + kLightFold));
     MF is_light = hn::Le(light, hn::LoadU(kF, rows.largest_fold + lane));
     if (fold == -127) is_light = hn::Eq(light, light);
     is_light = hn::And(is_light, hn::Lt(code, hn::Set(kF, rule.smallest_normal)));

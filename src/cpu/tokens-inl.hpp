@@ -202,24 +202,27 @@ struct Scales {
   VI exponent;  ///< Of power-of-two scales.
 };
 
+/// Powers of two. Subnormal maxima have the least exponent as well: every format's limit is at least 4.
+HWY_INLINE Scales power_scales(VF maximum, const ScaleLimit& limit) {
+  const VI bits = hn::BitCast(kI, maximum);
+  const VI above = hn::IfThenElseZero(hn::Gt(hn::And(bits, hn::Set(kI, 0x7FFFFF)), hn::Set(kI, limit.limit_mantissa)),
+                                      hn::Set(kI, 1));
+  VI exponent = hn::Add(hn::Sub(hn::ShiftRight<23>(bits), hn::Set(kI, 127 + limit.limit_exponent)), above);
+  exponent = hn::Min(hn::Max(exponent, hn::Set(kI, -127)), hn::Set(kI, 127));
+  return {pow2(hn::Neg(exponent)), pow2(exponent), exponent};
+}
+
 /// Scales from the blocks' maxima, as block_scale in quantize/scales.hpp has them.
 class ScaleMaker {
  public:
   explicit ScaleMaker(const Operand& operand)
       : nvfp4_(operand.encoding == Encoding::nvfp4), limit_(scale_limit(operand)), e4m3_(round_to(Encoding::e4m3)) {}
 
-  HWY_INLINE Scales operator()(VF maximum) const { return nvfp4_ ? with_mantissa(maximum) : powers(maximum); }
+  HWY_INLINE Scales operator()(VF maximum) const {
+    return nvfp4_ ? with_mantissa(maximum) : power_scales(maximum, limit_);
+  }
 
  private:
-  /// Subnormal maxima have the least exponent as well: every format's limit is at least 4.
-  HWY_INLINE Scales powers(VF maximum) const {
-    const VI bits = hn::BitCast(kI, maximum);
-    const VI above = hn::IfThenElseZero(
-        hn::Gt(hn::And(bits, hn::Set(kI, 0x7FFFFF)), hn::Set(kI, limit_.limit_mantissa)), hn::Set(kI, 1));
-    VI exponent = hn::Add(hn::Sub(hn::ShiftRight<23>(bits), hn::Set(kI, 127 + limit_.limit_exponent)), above);
-    exponent = hn::Min(hn::Max(exponent, hn::Set(kI, -127)), hn::Set(kI, 127));
-    return {pow2(hn::Neg(exponent)), pow2(exponent), exponent};
-  }
   /// A sixth rounded to FP32 and then to E4M3 is a sixth rounded once: no FP32 number's sixth lies so near a tie of
   /// E4M3 that the first rounding could reach it.
   HWY_INLINE Scales with_mantissa(VF maximum) const {

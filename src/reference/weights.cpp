@@ -58,9 +58,6 @@ double group_exponent(const Operand& weights, double g) {
   return octave + scale_exponent(*element_format(weights.encoding), weights.rule, maximum);
 }
 
-/// How far below the largest exponent of V that the row sees a key's own lies before it counts as light.
-constexpr int kLightFold = 3;
-
 float smallest_normal(Format format) { return detail::pow2(1 - spec_of(format).bias); }
 
 /// One query's row of P while it is being quantized. `counted` is what a key adds to the normalizer and to the

@@ -50,6 +50,9 @@ struct Probabilities {
 Probabilities quantize_probabilities(const Strip& strip, const Recipe& recipe, const std::vector<double>& logits,
                                      const Rows& v, const Rows& v_cut, OctaveCounter& counter);
 
+/// How far below the largest exponent of V that the row sees a key's own lies before it counts as light.
+inline constexpr int kLightFold = 3;
+
 /// Whether dQ and dK take the same codes of dS.
 bool shares_codes(const Recipe& recipe);
 
