@@ -175,7 +175,7 @@ def result_of(player, check, samples, shape):
     return result
 
 
-def memory(options, shape, workload, phases):
+def memory(options, shape, workload, results):
     """Of mxflash: the largest resident set of a call beyond that of a tiny one, against inputs and outputs."""
     import contestants
 
@@ -188,6 +188,7 @@ def memory(options, shape, workload, phases):
         inputs = 2 * queries + 2 * keys
         log_sums = 4 * shape.tokens * shape.heads
         sizes = {"forward": inputs + queries + log_sums, "forward+backward": inputs + queries + 2 * keys}
+        phases = next(result["phases"] for result in results if result["name"] == player.name)
         for phase in phases:
             only = ["--forward-only"] if phase == "forward" else []
             base = player.peak_bytes(tiny, "single", *only)
@@ -338,7 +339,7 @@ def main(arguments):
     say("ceilings and memory")
     ceilings.measure()
     report["ceilings"] = ceilings.report()
-    report["memory"] = memory(options, shape, options.workload[-1], phases)
+    report["memory"] = memory(options, shape, options.workload[-1], results)
     report["machine"]["load_after"] = os.getloadavg()
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

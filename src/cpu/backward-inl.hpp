@@ -185,7 +185,7 @@ class BackwardUnit : private Unit {
   void load_queries(const TokenPlace& place, std::size_t block) {
     const std::int64_t length = document_.q_length;
     BlockState& state = states_[block];
-    Element* pairs = at<Element>(work_.q_pairs, block * d_ * kBlockSize);
+    auto* pairs = at<Element>(work_.q_pairs, block * d_ * kBlockSize);
     Fresh fresh;
     load_scored<Scores>(plan_.q_s, place, length, fresh, work_.q_columns.data());
     q_largest_ = fresh.block.largest;
@@ -466,7 +466,7 @@ class BackwardUnit : private Unit {
   }
 
   void put_dq(const Tile& tile, std::size_t index, const float* ds, const float* values) {
-    Element* out = at<Element>(work_.weights, index * kTileSize);
+    auto* out = at<Element>(work_.weights, index * kTileSize);
     Multiply::columns(values, kBlockSize, kBlockSize, out);
     const bool cut = plan_.has_dq_cut && tile.cut;
     work_.left.data()[index] = at<Element>(cut ? work_.k_cut : work_.k_columns, index * kBlockSize * d_);

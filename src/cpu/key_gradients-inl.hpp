@@ -86,7 +86,7 @@ class KeyGradientStore {
   }
 
   /// A block of 32 rows of sums to work_.block, tokens in the lanes; zeros where there are none.
-  void turn_keys(const float* rows, std::size_t padded, std::size_t dims) {
+  void turn_keys(const float* rows, std::size_t padded, std::size_t dims) const {
     float* x = work_.block.data();
     if (rows == nullptr) {
       for (std::size_t i = 0; i < dims * kBlockSize; ++i) x[i] = 0.0F;
@@ -96,7 +96,8 @@ class KeyGradientStore {
               reinterpret_cast<std::uint32_t*>(x), kBlockSize);
   }
 
-  void put_keys(const Output& out, std::int64_t dims, float factor, const TokenPlace& place, const std::int32_t* nan) {
+  void put_keys(const Output& out, std::int64_t dims, float factor, const TokenPlace& place,
+                const std::int32_t* nan) const {
     float* x = work_.block.data();
     if (factor != 1.0F) scale_all(x, static_cast<std::size_t>(dims), factor);
     store_block(out, x, static_cast<std::size_t>(dims), plan_.kv_heads, place, nan, work_.rows.data());
