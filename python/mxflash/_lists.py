@@ -1,0 +1,40 @@
+"""Recipes and engines: what there is, as data."""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mxflash import _native
+
+
+def recipes() -> dict[str, dict[str, Any]]:
+    """The catalogue by name. An entry is data: change a copy and give it as `recipe=` for one of your own."""
+    return {entry["name"]: entry for entry in json.loads(_native.recipes())}
+
+
+def engines() -> list[dict[str, Any]]:
+    """The engines, best first: name, description, available, reason (when not), and which recipes each runs."""
+    return json.loads(_native.engines())
+
+
+def recipe(given: Any) -> dict[str, Any]:
+    """A recipe by name, from a dictionary or from a JSON file, checked; ValueError names the broken rule."""
+    return json.loads(_native.recipe(recipe_text(given)))
+
+
+def recipe_text(given: Any) -> str:
+    """What the compiled part reads: a name, or JSON; JSON text stays what it is."""
+    if isinstance(given, dict):
+        return json.dumps(given)
+    if isinstance(given, str) and (given.startswith("{") or not given.endswith(".json")):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return _file_text(Path(given), Path(given).stat().st_mtime_ns)
+    raise ValueError(f"recipe: a {type(given).__name__} given, a name, a dictionary or a path allowed")
+
+
+@functools.lru_cache(maxsize=16)
+def _file_text(path: Path, _changed: int) -> str:
+    return path.read_text(encoding="utf-8").strip()

@@ -1,0 +1,163 @@
+"""Attention as a differentiable torch operator: torch.compile, autocast, activation checkpointing.
+
+from mxflash.torch import attention
+o = attention(q, k, v, cu_seqlens, recipe="mxfp8")
+o.backward(do)
+"""
+
+import torch
+
+from mxflash import _native
+from mxflash._arrays import put
+from mxflash._attention import mask_of
+from mxflash._lists import recipe_text, recipes
+
+_UNBOUNDED = 2**31 - 1
+_STOCHASTIC = frozenset(name for name, entry in recipes().items() if "stochastic" in str(entry))
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    recipe="mxfp8",
+    causal: bool = True,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    *,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    engine: str = "auto",
+    causality: str | None = None,
+    seed: torch.Tensor | int | None = None,
+):
+    """Attention of packed documents: o [tokens_q, heads, value_dim], or (o, lse float32 [tokens_q, heads]).
+
+    q [tokens_q, heads, head_dim], k [tokens_k, kv_heads, head_dim], v [tokens_k, kv_heads, value_dim]: bfloat16,
+    float16 or float32, any strides; cu_seqlens_*: int32 offsets of the documents (None: one document; those of k: q's).
+    recipe: a name of mxflash.recipes(), a dictionary as it gives them, or the path of a JSON file. causality: of the
+    backward, "exact" or "block" (None: the recipe's). deterministic: the CPU engines are in any case.
+    seed: of stochastic rounding; None draws one from torch's generator where the recipe rounds so, and else takes 0.
+
+    The backward needs q, k and v alone, which is what is saved. lse has no gradient: a loss that uses it raises, and so
+    does create_graph=True. Under autocast q, k and v take its type.
+    """
+    text = recipe_text(recipe)
+    left, right = mask_of(causal, window)
+    if seed is None:
+        draws = text in _STOCHASTIC or (text.startswith("{") and "stochastic" in text)
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64) if draws else 0
+    if isinstance(seed, int):
+        seed = torch.tensor(seed, dtype=torch.int64)
+    o, lse = torch.ops.mxflash.attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seed,
+        text,
+        _UNBOUNDED if left is None else left,
+        _UNBOUNDED if right is None else right,
+        scale,
+        engine,
+        causality,
+        deterministic,
+    )
+    return (o, lse) if return_lse else o
+
+
+@torch.library.custom_op("mxflash::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seed: torch.Tensor,
+    recipe: str,
+    window_left: int,
+    window_right: int,
+    scale: float | None,
+    engine: str,
+    causality: str | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = _arguments(q, k, v, None, cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale)
+    o, lse = _native.forward(arguments, _settings(seed, recipe, engine, causality, deterministic))
+    return torch.from_dlpack(o), torch.from_dlpack(lse)
+
+
+@torch.library.custom_op("mxflash::attention_backward", mutates_args=())
+def _attention_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seed: torch.Tensor,
+    recipe: str,
+    window_left: int,
+    window_right: int,
+    scale: float | None,
+    engine: str,
+    causality: str | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    arguments = _arguments(q, k, v, do, cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale)
+    gradients = _native.backward(arguments, _settings(seed, recipe, engine, causality, deterministic))
+    dq, dk, dv = (torch.from_dlpack(gradient) for gradient in gradients)
+    return dq, dk, dv
+
+
+def _arguments(q, k, v, do, cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale) -> _native.Arguments:
+    tensors = [tensor if tensor is None else tensor.detach() for tensor in (q, k, v, do)]
+    arguments = _native.Arguments(*tensors)
+    arguments.documents(cu_seqlens_q, cu_seqlens_k)
+    arguments.window = (window_left, window_right)
+    arguments.scale = scale
+    return arguments
+
+
+def _settings(seed, recipe, engine, causality, deterministic) -> _native.Settings:
+    settings = _native.Settings()
+    settings.recipe = recipe
+    put(settings, engine=engine, causality=causality, seed=int(seed), deterministic=deterministic)
+    return settings
+
+
+@_attention.register_fake
+def _(q, _k, v, *_):
+    tokens, heads = q.shape[0], q.shape[1]
+    return q.new_empty((tokens, heads, v.shape[2])), q.new_empty((tokens, heads), dtype=torch.float32)
+
+
+@_attention_backward.register_fake
+def _(_do, q, k, v, *_):
+    # Contiguous, whatever the inputs' strides.
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):  # The names are torch's.
+    del output  # Nothing of it is needed.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seed, *ctx.rest = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, seed)
+
+
+def _gradients(ctx, do, dlse):
+    if dlse is not None:
+        raise RuntimeError("lse: used in the loss, which has no gradient through it; o alone, or lse.detach(), allowed")
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("create_graph: True given, False allowed (attention's gradients have no gradients)")
+    nothing = (None,) * (3 + len(ctx.rest))
+    if do is None:
+        return None, None, None, *nothing
+    q, k, v, *rest = ctx.saved_tensors
+    return *torch.ops.mxflash.attention_backward(do, q, k, v, *rest, *ctx.rest), *nothing
+
+
+_attention.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,14 @@
+// mxflash._native: the library's verbs on arrays of any framework. mxflash/__init__.py is the public side.
+#include <nanobind/nanobind.h>
+
+#include "bindings.hpp"
+
+// NOLINTNEXTLINE(misc-use-anonymous-namespace,readability-identifier-naming): the macro's own
+NB_MODULE(_native, module) {
+  module.attr("__version__") = MXFLASH_VERSION;
+  mxflash::python::bind_attention(module);
+  mxflash::python::bind_quantize(module);
+  mxflash::python::bind_lists(module);
+  mxflash::python::bind_audit(module);
+  mxflash::python::bind_files(module);
+}

@@ -1,0 +1,111 @@
+#include "mxflash/quantize.hpp"
+
+#include <fmt/format.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include "bindings.hpp"
+
+namespace mxflash::python {
+
+namespace {
+
+struct Request {
+  std::string format;
+  std::string block;
+  std::optional<std::string> scale_rule;
+  std::string rounding;
+  std::string side;
+  bool hadamard = false;
+  std::uint64_t seed = 0;
+  int threads = 0;
+  bool numpy = false;  ///< Results as arrays of numpy.
+};
+
+Error named(std::string_view argument, const Error& error) {
+  return {error.kind, fmt::format("{}: {}", argument, error.message)};
+}
+
+template <class T>
+T argument(std::string_view name, Result<T> result) {
+  if (!result) raise(named(name, result.error()));
+  return *std::move(result);
+}
+
+QuantizeOptions options_of(const Request& request) {
+  QuantizeOptions options;
+  Operand& operand = options.operand;
+  operand.encoding = argument("format", parse_encoding(request.format));
+  if (!operand.quantized()) {
+    raise(invalid(fmt::format("format: '{}' given, e4m3, e5m2, e2m3, e3m2, e2m1 or nvfp4 allowed", request.format)));
+  }
+  operand.block = argument("block", parse_block(request.block));
+  if (request.scale_rule && operand.encoding == Encoding::nvfp4) {
+    raise(invalid(fmt::format("scale_rule: {} given with nvfp4, None allowed (its scale is E4M3 of maximum / 6)",
+                              *request.scale_rule)));
+  }
+  if (request.scale_rule) operand.rule = argument("scale_rule", parse_scale_rule(*request.scale_rule));
+  operand.rounding = argument("rounding", parse_rounding(request.rounding));
+  if (request.side != "query" && request.side != "key") {
+    raise(invalid(fmt::format("side: '{}' given, query or key allowed", request.side)));
+  }
+  options.side = request.side == "key" ? Side::key : Side::query;
+  options.hadamard = request.hadamard;
+  options.seed = request.seed;
+  return options;
+}
+
+Tensor bytes_tensor(std::vector<std::int64_t> shape, const std::vector<std::uint8_t>& bytes) {
+  Tensor tensor = Tensor::uninitialized(DType::u8, std::move(shape));
+  if (!bytes.empty()) std::memcpy(tensor.data.data(), bytes.data(), bytes.size());
+  return tensor;
+}
+
+Tensor dequantized_tensor(const Quantized& quantized) {
+  Tensor tensor = Tensor::uninitialized(DType::f32, quantized.shape);
+  std::int64_t index = 0;
+  for (std::int64_t token = 0; token < quantized.shape[0]; ++token) {
+    for (std::int64_t head = 0; head < quantized.shape[1]; ++head) {
+      for (std::int64_t dim = 0; dim < quantized.shape[2]; ++dim) {
+        tensor.set(index++, quantized.dequantized(token, head, dim));
+      }
+    }
+  }
+  return tensor;
+}
+
+/// (codes, scales, dequantized)
+nb::tuple quantize_array(const Array& x, const std::optional<Array>& cu_seqlens, const Request& request) {
+  const TensorView view = view_of("x", x);
+  const QuantizeOptions options = options_of(request);
+  const Packing packing = packing_of({cu_seqlens, std::nullopt}, view.tokens(), view.tokens());
+  const Quantized quantized = value_of([&] {
+    const nb::gil_scoped_release release;
+    return quantize(view, packing, options, request.threads);
+  }());
+  const bool tensor_wide = options.operand.block == Block::tensor();
+  Tensor scales = tensor_wide ? Tensor::from_floats(DType::f32, {1}, {quantized.tensor_scale})
+                              : bytes_tensor(quantized.scale_shape, quantized.scales);
+  return nb::make_tuple(give(bytes_tensor(quantized.shape, quantized.codes), request.numpy),
+                        give(std::move(scales), request.numpy), give(dequantized_tensor(quantized), request.numpy));
+}
+
+}  // namespace
+
+void bind_quantize(nb::module_& module) {
+  nb::class_<Request>(module, "Request", "How to quantize one tensor.")
+      .def(nb::init<>())
+      .def_rw("format", &Request::format)
+      .def_rw("block", &Request::block)
+      .def_rw("scale_rule", &Request::scale_rule, nb::for_setter(nb::arg("scale_rule").none()))
+      .def_rw("rounding", &Request::rounding)
+      .def_rw("side", &Request::side)
+      .def_rw("hadamard", &Request::hadamard)
+      .def_rw("seed", &Request::seed)
+      .def_rw("threads", &Request::threads)
+      .def_rw("numpy", &Request::numpy);
+  module.def("quantize", &quantize_array, "(codes, scales, dequantized)", nb::arg("x"), nb::arg("cu_seqlens").none(),
+             nb::arg("request"));
+}
+
+}  // namespace mxflash::python
