@@ -41,9 +41,13 @@ def attention(
     backward, "exact" or "block" (None: the recipe's). deterministic: the CPU engines are in any case.
     seed: of stochastic rounding; None draws one from torch's generator where the recipe rounds so, and else takes 0.
 
-    The backward needs q, k and v alone, which is what is saved. lse has no gradient: a loss that uses it raises, and so
-    does create_graph=True. Under autocast q, k and v take its type.
+    Under torch.compile a recipe of one's own goes as JSON text. Under autocast q, k and v take its type. The backward
+    needs q, k and v alone, which is what is saved. lse has no gradient: a loss that uses it raises, and so does
+    create_graph=True.
     """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
     text = recipe_text(recipe)
     left, right = mask_of(causal, window)
     if seed is None:
