@@ -95,10 +95,12 @@ class Tally:
 
     @property
     def result(self) -> str:
-        """exact, rounding or fails; not checked where nothing was compared."""
+        """exact, rounding, noise or fails; not checked where nothing was compared."""
         if not self.probes:
             return "not checked"
-        return "fails" if self.leaks else "rounding" if self.moved else "exact"
+        if self.leaks or not self.moved:
+            return "fails" if self.leaks else "exact"
+        return "rounding" if self.worst["times_rounding"] <= 1 else "noise"
 
     def inside(self) -> str:
         """The smallest block that all that moved stayed in, in words; a document must be twice as long to show it."""

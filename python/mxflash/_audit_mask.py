@@ -45,6 +45,7 @@ def check_mask(subject: Any, random: np.random.Generator, advance: Any) -> tuple
         lost += int((~np.isfinite(own)).any(axis=(1, 2)).sum())
         seen.append(Seen(index, keys, o > least))
         advance()
+    seen.sort(key=lambda one: (one.document, one.keys.start))
     total = sum(document.queries * document.keys for document in layout.documents)
     covered = sum(layout.documents[one.document].queries * (one.keys.stop - one.keys.start) for one in seen)
     documents = len({one.document for one in seen})

@@ -14,8 +14,8 @@ class Check:
     """later tokens, forward; later tokens, backward; other documents; place in the pack; determinism; NaN and Inf;
     row sum; mask; finite; accuracy."""
     result: str
-    """exact (the same bits), rounding (within what rounding explains), holds, fails, measured (no verdict), or
-    not checked."""
+    """exact (the same bits), rounding (within what rounding explains), noise (within what the same input gives),
+    holds, fails, measured (no verdict), or not checked."""
     seen: str
     """What was seen, in words."""
     figures: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Report:
         raise KeyError(name)
 
     def table(self, width: int = 130) -> str:
-        """A plain-text table of the checks (those that fail are the findings) and the notes, in lines of at most `width` characters."""
+        """A plain-text table of the checks and the notes, in lines of at most `width` characters."""
         problem = self.problem
         mask = f"window {problem['window']}" if problem["window"] else "causal" if problem["causal"] else "full"
         lines = [

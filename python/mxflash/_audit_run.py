@@ -123,7 +123,7 @@ class Auditor:
         if not tally.moved:
             return Check("determinism", "holds", f"the same bits {_REPEATS + 1} times", tally.figures()), noise
         within = "beyond what rounding explains" if tally.leaks else "within rounding"
-        words = f"{tally.worst_words('with nothing')}, {within}: the same input gave other bits"
+        words = f"{tally.worst_words('from one call to the next')}, {within}"
         return Check("determinism", "fails", words, tally.figures()), noise
 
     def _other_documents(self) -> Check:

@@ -18,15 +18,46 @@ def _type_name(array: Any) -> str:
     return str(array.dtype).rpartition(".")[2]
 
 
-def _to_numpy(array: Any) -> np.ndarray:
-    """Every value as it is, in float64 where it needs that and float32 where not."""
-    if type(array).__module__.partition(".")[0] == "torch":
+def _type_of_all(**arrays: Any) -> str:
+    """The one type of q, k and v."""
+    types = {}
+    for name, array in arrays.items():
+        if not hasattr(array, "dtype"):
+            raise ValueError(f"{name}: a {type(array).__name__} given, an array allowed")
+        types[name] = _type_name(array)
+        if types["q"] not in _LARGEST:
+            raise ValueError(f"q: type {types['q']} given, {', '.join(_LARGEST)} allowed")
+        if types[name] != types["q"]:
+            raise ValueError(f"{name}: type {types[name]} given, {types['q']} allowed (q's)")
+    return types["q"]
+
+
+def _offsets(name: str, given: Any) -> np.ndarray | None:
+    """On the host, of the type given."""
+    if given is None:
+        return None
+    if isinstance(given, list | tuple):
+        return np.array(take_offsets(name, given), np.int32)
+    given = _on_host(given)
+    return given.numpy() if hasattr(given, "detach") else np.asarray(given)
+
+
+def _on_host(array: Any) -> Any:
+    """An array of a device as one of the host; lists and None as they are."""
+    if hasattr(array, "detach"):
+        return array.detach().cpu()
+    return array.get() if hasattr(array, "get") and hasattr(array, "__dlpack__") else array
+
+
+def _values(array: Any) -> np.ndarray:
+    """A contiguous copy of every value as it is: in float64 where it needs that, else in float32."""
+    array = _on_host(array)
+    if hasattr(array, "detach"):
         import torch
 
-        array = array.detach().cpu()
-        return (array if array.dtype == torch.float64 else array.to(torch.float32)).numpy()
-    array = array.get() if hasattr(array, "get") and not isinstance(array, np.ndarray) else np.asarray(array)
-    return array if array.dtype == np.float64 else array.astype(np.float32)
+        array = (array if array.dtype == torch.float64 else array.to(torch.float32)).numpy()
+    array = np.asarray(array)
+    return np.array(array, dtype=np.float64 if array.dtype == np.float64 else np.float32, order="C")
 
 
 class Subject:
@@ -58,22 +89,19 @@ class Subject:
         self._like = q
         self._backward = backward
         self._two_offsets = cu_seqlens_k is not None
-        # Also checks all arguments, with the library's own messages.
-        left, right = mask
-        settings = {"causal": False, "window": (left, right), "scale": scale}
-        given_k = {} if cu_seqlens_k is None else {"cu_seqlens_k": cu_seqlens_k}
-        exact_attention(q, k, v, cu_seqlens, **settings, **given_k)
-
-        self.dtype = _type_name(q)
+        self.dtype = _type_of_all(q=q, k=k, v=v)
         self.largest = _LARGEST[self.dtype]
         self.smallest_normal = _SMALLEST_NORMAL[self.dtype]
-        self.inputs = {name: _to_numpy(array) for name, array in (("q", q), ("k", k), ("v", v))}
+        self.roundoff = _ROUNDOFF[self.dtype]
+        self.inputs = {name: _values(array) for name, array in (("q", q), ("k", k), ("v", v))}
+        cu_q, cu_k = _offsets("cu_seqlens", cu_seqlens), _offsets("cu_seqlens_k", cu_seqlens_k)
+        self._settings = {"causal": False, "window": tuple(mask), "scale": scale}
+        # Also checks shapes and offsets, with the library's own messages.
+        self._exact_forward = exact_attention(*self.inputs.values(), cu_q, **self._settings, cu_seqlens_k=cu_k)
         tokens_q, tokens_k = self.inputs["q"].shape[0], self.inputs["k"].shape[0]
-        cu_q = self._offsets("cu_seqlens", cu_seqlens, tokens_q)
-        cu_k = self._offsets("cu_seqlens_k", cu_seqlens_k, tokens_k) if self._two_offsets else None
-        if cu_k is None:
-            cu_k = cu_q if cu_seqlens is not None else np.array([0, tokens_k])
-        self.layout = Layout(cu_q, cu_k, mask)
+        if cu_q is None:
+            cu_q, cu_k = np.array([0, tokens_q]), np.array([0, tokens_k])
+        self.layout = Layout(cu_q, cu_q if cu_k is None else cu_k, mask)
         self.scale = self.inputs["q"].shape[2] ** -0.5 if scale is None else scale
         self.o_shape = (*self.inputs["q"].shape[:2], self.inputs["v"].shape[2])
         if do is not None and tuple(do.shape) != self.o_shape:
@@ -81,32 +109,16 @@ class Subject:
         gradient = np.random.default_rng(seed).standard_normal(self.o_shape, np.float32) if do is None else do
         # None until the first call has shown whether there are gradients.
         self.differentiates: bool | None = {None: None, True: None, False: False}.get(backward, True)
-        self.inputs["do"] = _to_numpy(self._give(_to_numpy(gradient)))
-        self.roundoff = _ROUNDOFF[self.dtype]
-
-    @staticmethod
-    def _offsets(name: str, given: Any, tokens: int) -> np.ndarray:
-        if given is None:
-            return np.array([0, tokens])
-        taken = take_offsets(name, given)
-        return _to_numpy(taken).astype(np.int64) if not isinstance(taken, np.ndarray) else taken.astype(np.int64)
+        self.inputs["do"] = _values(self._give(_values(gradient)))
 
     def exact(self) -> dict[str, np.ndarray]:
-        """Everything in float64, rounded to float32."""
-        layout = self.layout
-        where = {"cu_seqlens_k": layout.cu_k.astype(np.int32)}
-        settings = {"causal": False, "window": tuple(layout.mask), "scale": self.scale}
-        arrays = [np.ascontiguousarray(self.inputs[name]) for name in ("q", "k", "v")]
-        cu_q = layout.cu_q.astype(np.int32)
-        o, lse = exact_attention(*arrays, cu_q, **settings, **where)
-        exact = {"o": o, "lse": lse}
+        """What is right: o, lse and, where there are any, gradients, in float64, rounded to float32."""
+        exact = dict(zip(("o", "lse"), self._exact_forward, strict=True))
         if self.differentiates:
-            do = np.ascontiguousarray(self.inputs["do"])
-            gradients = exact_attention_backward(do, *arrays, cu_q, **settings, **where)
+            inputs = (self.inputs[name] for name in ("do", "q", "k", "v"))
+            cu_q, cu_k = (offsets.astype(np.int32) for offsets in (self.layout.cu_q, self.layout.cu_k))
+            gradients = exact_attention_backward(*inputs, cu_q, **self._settings, cu_seqlens_k=cu_k)
             exact |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-            # dV of dO = 1 is the sum of each key's weights: what the tolerances of dK and dV are made of.
-            ones = exact_attention_backward(np.ones_like(do), *arrays, cu_q, **settings, **where)[2]
-            exact["key_weight"] = ones[:, :, 0]
         return exact
 
     def run(self, inputs: dict[str, np.ndarray], layout: Layout | None = None, forward_only: bool = False) -> dict:
@@ -175,7 +187,7 @@ class Subject:
         # Results may be rounded to a coarser type than the inputs; unknown ones (8 bits) have no tolerance of ours.
         if name == "o":
             self.roundoff = max(self.roundoff, _ROUNDOFF.get(_type_name(array), 0.0))
-        return np.array(_to_numpy(array))
+        return _values(array)
 
     def _give(self, values: np.ndarray) -> Any:
         """A new array of the inputs' framework, type and device."""
