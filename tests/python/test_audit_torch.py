@@ -3,10 +3,14 @@
 import importlib.util
 from pathlib import Path
 
+import numpy as np
 import pytest
+from mxflash import audit
+from mxflash._attention import mask_of
+from mxflash._audit_rounding import tolerances
+from mxflash._audit_subject import Subject
 
 torch = pytest.importorskip("torch")
-audit = pytest.importorskip("mxflash").audit
 attention = pytest.importorskip("mxflash.torch").attention
 flex_attention = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
 
@@ -158,3 +162,19 @@ def test_backward_left_out_makes_no_graph(foreign):
 
     report = audit(watch, *inputs(), probes=10, backward=False)
     assert report.check("later tokens, backward").result == "not checked"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_tolerance_bounds_the_rounding_of_torch(foreign, dtype):
+    """One result is off by half of it at most, being for two. It is a bound with all signs at their worst, wider where a
+    float32 sum's own terms count; were it ten times wider than is usual for such bounds, it would hide leaks."""
+    subject = Subject(
+        foreign.sdpa, *inputs(dtype)[:3], None, inputs(dtype)[3], None, mask_of(True, None), None, True, 0
+    )
+    results, exact = subject.run(subject.inputs), subject.exact()
+    bounds = tolerances(subject.inputs, exact, subject.layout, subject.scale, subject.roundoff)
+    for name in ("o", "dq", "dk", "dv"):
+        share = abs(results[name] - exact[name]) / (bounds[name] / 2)
+        worst = np.unravel_index(share.argmax(), share.shape)
+        assert share.max() <= 1, (name, worst, share.max())
+        assert share.max() >= 1 / 256, (name, worst, share.max())
