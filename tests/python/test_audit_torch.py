@@ -166,8 +166,8 @@ def test_backward_left_out_makes_no_graph(foreign):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_tolerance_bounds_the_rounding_of_torch(foreign, dtype):
-    """One result is off by half of it at most, being for two. It is a bound with all signs at their worst, wider where a
-    float32 sum's own terms count; were it ten times wider than is usual for such bounds, it would hide leaks."""
+    """The tolerance is for two results, so that one is off by half of it at most. As a bound with all signs at their
+    worst it is far above what happens; a hundred times more would hide leaks."""
     subject = Subject(
         foreign.sdpa, *inputs(dtype)[:3], None, inputs(dtype)[3], None, mask_of(True, None), None, True, 0
     )
