@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
             name=options.function,
             progress=progress,
         )
-    except _UsageError as error:
-        print(f"mxflash-audit: {error}", file=sys.stderr)
+    except Exception as error:  # 1 would say that something was found.
+        if _ours(error):
+            print(f"mxflash-audit: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return 2
     if progress:
         print(file=sys.stderr)
@@ -51,6 +55,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 class _UsageError(Exception):
     pass
+
+
+def _ours(error: Exception) -> bool:
+    """A message of the package, which says it all; what somebody's function raises comes with its traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = Path(frames[-1].filename).parent == Path(__file__).parent
+    return isinstance(error, _UsageError) or (own and isinstance(error, ValueError | RuntimeError))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,6 +19,12 @@ class Difference(NamedTuple):
     """The change over what rounding explains: above 1 it has another cause."""
     size: np.ndarray
     """The change over the row's largest value."""
+    lost: np.ndarray
+    """It was finite, and is not any more."""
+
+    def where(self, rows: np.ndarray) -> "Difference":
+        """The same with nothing moved in the other rows."""
+        return Difference(*(np.where(rows, part, 0).astype(part.dtype) for part in self))
 
 
 def difference(before: np.ndarray, after: np.ndarray, tolerance: np.ndarray) -> Difference:
@@ -33,7 +39,8 @@ def difference(before: np.ndarray, after: np.ndarray, tolerance: np.ndarray) -> 
     largest = np.abs(np.where(np.isfinite(before), before, 0)).max(axis=2)
     size = change.max(axis=2) / np.where(largest > 0, largest, 1)
     # A new sign of a zero is a change of 0: the bits moved, the value did not.
-    return Difference(~same.all(axis=2), (change / tolerance).max(axis=2), size)
+    lost = (np.isfinite(before) & ~np.isfinite(after)).any(axis=2)
+    return Difference(~same.all(axis=2), (change / tolerance).max(axis=2), size, lost)
 
 
 class Tally:

@@ -14,6 +14,8 @@ coarser of the inputs' type and o's, and e = 2^-24 that of float32, to first ord
     dS_ij              H = scale p (E |dP - D| + F + d(D)) + u |dS|
     dq, dk, dv         H |k|, H^T |q|, (p E)^T |dO|, each with n e of its own sum and rounded to the type
 
+Below the type's normal numbers an error is not relative: whatever is rounded to the type may be off by `tiny` besides.
+
 Both of two results may be off by that, so the tolerance is twice it. It is a bound and not an estimate: real noise is
 far below, and a change beyond it has another cause. What it does not cover is coarser storage inside (weights in 8
 bits whose codes flip where sums differ): such an implementation is not the same computation at every place.
@@ -29,7 +31,12 @@ _ROWS = 512
 
 
 def tolerances(
-    inputs: dict[str, np.ndarray], exact: dict[str, np.ndarray], layout: Layout, scale: float, roundoff: float
+    inputs: dict[str, np.ndarray],
+    exact: dict[str, np.ndarray],
+    layout: Layout,
+    scale: float,
+    roundoff: float,
+    tiny: float,
 ) -> dict[str, np.ndarray]:
     """The largest difference that rounding explains, of each element of o, lse and, where exact has them, gradients."""
     bounds = {name: np.zeros(values.shape) for name, values in exact.items()}
@@ -43,16 +50,18 @@ def tolerances(
                 keys = np.arange(document.keys)
                 seen = (keys >= first[part, None]) & (keys < last[part, None])
                 where = (rows, head), (document.k, head // group)
-                _add(bounds, inputs, exact, where, seen, scale, roundoff)
+                _add(bounds, inputs, exact, where, seen, (scale, roundoff, tiny))
     for name, bound in bounds.items():
         if name != "lse":
             bound += roundoff * np.abs(exact[name])
+        bound += tiny
         bound *= 2
-        bound += 2.0**-140  # Below float32's normal numbers there are no relative errors.
     return bounds
 
 
-def _add(bounds: dict, inputs: dict, exact: dict, where: tuple, seen: np.ndarray, scale: float, roundoff: float):
+def _add(bounds: dict, inputs: dict, exact: dict, where: tuple, seen: np.ndarray, units: tuple) -> None:
+    """Of some queries of a document and head."""
+    scale, roundoff, tiny = units
     queries, keys = where
     q, k, v = inputs["q"][queries], inputs["k"][keys], inputs["v"][keys]
     o, lse = exact["o"][queries], exact["lse"][queries][:, None]
@@ -61,7 +70,7 @@ def _add(bounds: dict, inputs: dict, exact: dict, where: tuple, seen: np.ndarray
     weights = np.where(seen, np.exp(np.minimum(logits - np.where(np.isfinite(lse), lse, 0), 0)), 0)
     of_logit = roundoff * np.abs(logits) + q.shape[1] * _SINGLE * abs(scale) * (np.abs(q) @ np.abs(k).T)
     of_sum = (visible + 8) * _SINGLE
-    relative = weights * (of_logit + roundoff + of_sum)
+    relative = weights * (of_logit + roundoff + of_sum) + seen * tiny
     of_o = relative @ np.abs(v) + np.abs(o) * relative.sum(axis=1, keepdims=True)
     bounds["o"][queries] += of_o
     of_lse = (weights * of_logit).sum(axis=1, keepdims=True) + of_sum + _SINGLE * np.abs(np.nan_to_num(lse, neginf=0))
@@ -70,12 +79,16 @@ def _add(bounds: dict, inputs: dict, exact: dict, where: tuple, seen: np.ndarray
         return
     do = inputs["do"][queries]
     dp = do @ v.T
-    of_dp = roundoff * np.abs(dp) + v.shape[1] * _SINGLE * (np.abs(do) @ np.abs(v).T)
+    of_dp = roundoff * np.abs(dp) + v.shape[1] * _SINGLE * (np.abs(do) @ np.abs(v).T) + tiny
     delta = (weights * dp).sum(axis=1, keepdims=True)
     of_delta = (relative * np.abs(dp) + weights * of_dp).sum(axis=1, keepdims=True)
     of_delta += (np.abs(do) * (of_o + roundoff * np.abs(o))).sum(axis=1, keepdims=True)
     ds = abs(scale) * weights * np.abs(dp - delta)
-    of_ds = abs(scale) * (relative * np.abs(dp - delta) + weights * (of_dp + of_delta)) + (roundoff + of_sum) * ds
+    of_ds = (
+        abs(scale) * (relative * np.abs(dp - delta) + weights * (of_dp + of_delta))
+        + (roundoff + of_sum) * ds
+        + seen * tiny
+    )
     bounds["dq"][queries] += of_ds @ np.abs(k)
     longest = len(q) * _SINGLE
     bounds["dk"][keys] += (of_ds + longest * ds).T @ np.abs(q)

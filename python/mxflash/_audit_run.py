@@ -30,6 +30,7 @@ class Auditor:
         self._probes = Probes(subject.inputs, subject.largest, subject.smallest_normal, seed)
         self._wanted = probes
         self._progress = progress
+        self._overflow: dict[tuple[bool, str, str], int] = {}
         self._steps = 0
         self._steps_in_all = 1
 
@@ -42,7 +43,8 @@ class Auditor:
         self._before = subject.run(subject.inputs)
         self._advance()
         self._exact = subject.exact()
-        self._tolerances = tolerances(subject.inputs, self._exact, self._layout, subject.scale, subject.roundoff)
+        units = subject.scale, subject.roundoff, subject.tiny
+        self._tolerances = tolerances(subject.inputs, self._exact, self._layout, *units)
         self._advance()
         report = Report(name, self._problem())
         determinism, self._noise = self._determinism()
@@ -62,7 +64,7 @@ class Auditor:
             others,
             place,
             determinism,
-            check_spread(subject, self._before, self._probes, self._advance),
+            check_spread(subject, self._before, self._probes, self._overflow, self._advance),
             check_row_sum(subject, self._probes, self._advance),
             mask,
             check_accuracy(subject, self._before, self._exact),
@@ -163,7 +165,19 @@ class Auditor:
         document = self._layout.documents[index]
         for output in self._before:
             found = self._found(output, after, document.rows(output), moved_to.rows(output))
-            tally.add(output, found, document, {"document": index, **place}, self._noise[output])
+            if "perturbation" in place:
+                self._add(tally, output, found, document, {"document": index, **place}, own=False)
+            else:
+                tally.add(output, found, document, {"document": index}, self._noise[output])
+
+    def _add(
+        self, tally: Tally, output: str, found: Difference, document: Document, place: dict[str, Any], own: bool
+    ) -> None:
+        """What moved with a finite change. An outlier that overflows, with its NaN, is one of check_spread's."""
+        if found.lost.any():
+            key = own, "outliers that overflow", output
+            self._overflow[key] = max(self._overflow.get(key, 0), int(found.lost.sum()))
+        tally.add(output, found.where(~found.lost), document, place, self._noise[output])
 
     def _later_tokens(self, groups: list[list[int]], rounds: int) -> list[Check]:
         """A token and later ones change; results before it that cannot see them must not move."""
@@ -206,8 +220,7 @@ class Auditor:
         tally.begin()
         for output in outputs:
             found = self._found(output, after, document.q)
-            found = Difference(*(np.where(stay[:, None], part, 0) for part in found))
-            tally.add(output, found, document, place, self._noise[output])
+            self._add(tally, output, found.where(stay[:, None]), document, place, own=True)
 
     def _check(self, name: str, tally: Tally, cause: str, unit: str, none: str) -> Check:
         if tally.result == "not checked":

@@ -12,6 +12,8 @@ from mxflash._audit_layout import Layout
 _ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 _LARGEST = {"bfloat16": 3.3895e38, "float16": 65504.0, "float32": 3.4e38}
 _SMALLEST_NORMAL = {"bfloat16": 2.0**-126, "float16": 2.0**-14, "float32": 2.0**-126}
+# What a result below the normal numbers may lose: half a step of float16; all, where matrix units flush to zero.
+_TINY = {"bfloat16": 2.0**-126, "float16": 2.0**-25, "float32": 2.0**-126}
 
 
 def _type_name(array: Any) -> str:
@@ -93,6 +95,7 @@ class Subject:
         self.largest = _LARGEST[self.dtype]
         self.smallest_normal = _SMALLEST_NORMAL[self.dtype]
         self.roundoff = _ROUNDOFF[self.dtype]
+        self.tiny = _TINY[self.dtype]
         self.inputs = {name: _values(array) for name, array in (("q", q), ("k", k), ("v", v))}
         cu_q, cu_k = _offsets("cu_seqlens", cu_seqlens), _offsets("cu_seqlens_k", cu_seqlens_k)
         self._settings = {"causal": False, "window": tuple(mask), "scale": scale}

@@ -34,15 +34,20 @@ def check_finite(subject: Subject, before: dict[str, np.ndarray]) -> Check:
     return Check("finite", "fails" if words else "holds", "; ".join(words) or "all results are finite")
 
 
-def check_spread(subject: Subject, before: dict[str, np.ndarray], probes: Probes, advance: Any) -> Check:
-    """A NaN and an Inf in one token: rows that do not depend on it stay finite, those of other documents too."""
+def check_spread(
+    subject: Subject, before: dict[str, np.ndarray], probes: Probes, overflow: dict[tuple, int], advance: Any
+) -> Check:
+    """A NaN and an Inf in one token: rows that do not depend on it stay finite, those of other documents too.
+
+    overflow: what other probes have seen of it, {(own document, what changed, output): rows}.
+    """
     documents = subject.layout.documents
     order = [index for index, one in enumerate(documents) if one.queries and one.keys]
     if not order:
         return Check("NaN and Inf", "not checked", "no document has queries and keys")
     order.sort(key=lambda index: -documents[index].queries)
     chosen = {order[0], order[len(order) // 2]}  # The longest and a middling one.
-    worst: dict[tuple[bool, str, str], int] = {}  # (own document, tensor, output): rows
+    worst = dict(overflow)  # (own document, tensor, output): rows
     for tensor in ("q", "k", "v", "do") if subject.differentiates else ("q", "k", "v"):
         for value in (np.nan, np.inf):
             for index in sorted(chosen):

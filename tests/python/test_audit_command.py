@@ -9,12 +9,13 @@ from mxflash._audit_command import main
 
 RIGHT = "import mxflash\ndef right(q, k, v, cu): return mxflash.attention(q, k, v, cu, recipe='bf16')\n"
 WRONG = "def shifted(q, k, v, cu): return right(q, k, v, cu)[0] * 0.9\nclass A: f = staticmethod(right)\nnumber = 3\n"
+RAISES = "def raises(*_): raise ValueError('mine')\ndef short(q, k, v, cu): return q[1:]\n"
 NUMPY = ["--framework", "numpy", "--probes", "5"]
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(RIGHT + WRONG, encoding="utf-8")
+    (tmp_path / "mine.py").write_text(RIGHT + WRONG + RAISES, encoding="utf-8")
     (tmp_path / "half.py").write_text("import not_there_at_all\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")  # Undone after the test, with what the command adds.
@@ -91,7 +92,15 @@ def test_a_file_without_k(module, capsys):
     assert "no tensor k" in capsys.readouterr().err
 
 
-def test_what_the_module_lacks_is_not_hidden(module):
+def test_what_the_function_raises_is_shown_whole_and_is_no_finding(module, capsys):
     del module
-    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
-        main(["half:f"])
+    assert main(["half:f"]) == 2
+    assert "Traceback" in (err := capsys.readouterr().err) and "not_there_at_all" in err
+    assert main(["mine:raises", *NUMPY]) == 2
+    assert "in raises" in (err := capsys.readouterr().err) and "ValueError: mine" in err
+
+
+def test_a_wrong_shape_is_one_line(module, capsys):
+    del module
+    assert main(["mine:short", *NUMPY]) == 2
+    assert capsys.readouterr().err == "mxflash-audit: o: fn returned shape [346, 4, 64], [347, 4, 64] allowed\n"
