@@ -51,7 +51,7 @@ class Auditor:
         others = self._other_documents()
         place = self._place()
         # A change in one document must not be taken for one in another: where documents meet, one changes at a time.
-        if others.result == "fails":
+        if others.result == "fails" and long_enough:
             groups = [[index] for index in self._probes.random.permutation(long_enough)]
             rounds = max(_LEAST_ROUNDS, self._wanted)
         else:
@@ -173,7 +173,7 @@ class Auditor:
     def _add(
         self, tally: Tally, output: str, found: Difference, document: Document, place: dict[str, Any], own: bool
     ) -> None:
-        """What moved with a finite change. An outlier that overflows, with its NaN, is one of check_spread's."""
+        """Counts finite changes. NaN of an outlier that overflows, as in float16, is for check_spread to report."""
         if found.lost.any():
             key = own, "outliers that overflow", output
             self._overflow[key] = max(self._overflow.get(key, 0), int(found.lost.sum()))
@@ -201,7 +201,8 @@ class Auditor:
                     continue
                 place = {"document": index, "perturbed": token, "tensor": target, "perturbation": kind}
                 outputs = [output for output in ("o", "lse") if output in self._before and target != "do"]
-                self._compare_earlier(forward if outputs else None, outputs, after, document, stay, place)
+                if outputs:
+                    self._compare_earlier(forward, outputs, after, document, stay, place)
                 if self._subject.differentiates:
                     self._compare_earlier(backward, ["dq"], after, document, stay, place)
         checks = []
@@ -213,10 +214,8 @@ class Auditor:
         return checks
 
     def _compare_earlier(
-        self, tally: Tally | None, outputs: list, after: dict, document: Document, stay: np.ndarray, place: dict
+        self, tally: Tally, outputs: list[str], after: dict, document: Document, stay: np.ndarray, place: dict
     ) -> None:
-        if tally is None:
-            return
         tally.begin()
         for output in outputs:
             found = self._found(output, after, document.q)

@@ -33,7 +33,8 @@ def offsets(lengths):
 
 def arrays(tokens, tokens_k=None, heads=2, kv_heads=1, dims=16, dtype=np.float32):
     random = np.random.default_rng(3)
-    shapes = ((tokens, heads), (tokens_k or tokens, kv_heads), (tokens_k or tokens, kv_heads))
+    tokens_k = tokens if tokens_k is None else tokens_k
+    shapes = ((tokens, heads), (tokens_k, kv_heads), (tokens_k, kv_heads))
     return [random.standard_normal((*shape, dims)).astype(dtype) for shape in shapes]
 
 
@@ -89,6 +90,16 @@ def test_one_document_of_one_token():
     assert report.holds, report.findings
     assert report.check("later tokens, forward").result == "not checked"
     assert report.check("place in the pack").result == "not checked"
+
+
+def test_documents_of_one_token_and_no_tokens_at_all():
+    report = mxflash.audit(attentions.attention, *arrays(6), offsets([1] * 6), probes=3)
+    assert report.holds, report.findings
+    report = mxflash.audit(attentions.without_documents, *arrays(6), offsets([1] * 6), probes=3)
+    assert failing(report) == {"other documents", "place in the pack", "NaN and Inf", "mask"}, str(report)
+    report = mxflash.audit(attentions.attention, *arrays(0), probes=3)
+    assert report.holds, report.findings
+    assert report.check("mask").result == "not checked"
 
 
 def test_windows_and_full():
