@@ -51,12 +51,6 @@ class Layout:
         last = np.full_like(own, document.keys) if right is None else np.clip(own + right + 1, 0, document.keys)
         return np.minimum(first, last), last
 
-    def matrix(self, document: Document) -> np.ndarray:
-        """[queries, keys]: which pairs the mask lets see each other."""
-        first, last = self.visible(document)
-        keys = np.arange(document.keys)
-        return (keys >= first[:, None]) & (keys < last[:, None])
-
     def may_move(self, document: Document, queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which rows of queries and of keys depend on the changed ones (masks of the document's length).
 

@@ -1,6 +1,6 @@
 """Which pairs of query and key have weight, seen through one-hot values, against what the mask says."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,13 +12,17 @@ _RUNS = 24
 """Calls at most."""
 
 
-class Seen:
-    """What one call showed: weights of some keys of one document, in all queries of the pack."""
+class Seen(NamedTuple):
+    """What one call showed of some keys of one document."""
 
-    def __init__(self, document: int, keys: slice, weights: np.ndarray):
-        self.document, self.keys = document, keys
-        self.weights = weights
-        """[tokens_q, heads, keys]: has weight."""
+    document: int
+    keys: slice
+    some: np.ndarray
+    """[queries, keys] of the document: has weight in a head."""
+    every: np.ndarray
+    """The same in all heads."""
+    others: list[int]
+    """Other documents in which a query has weight."""
 
 
 def check_mask(subject: Any, random: np.random.Generator, advance: Any) -> tuple[Check, str]:
@@ -41,9 +45,12 @@ def check_mask(subject: Any, random: np.random.Generator, advance: Any) -> tuple
         v[np.arange(begin, begin + count), :, np.arange(count)] = 1
         tensors = {"q": np.ones_like(inputs["q"]), "k": np.ones_like(inputs["k"]), "v": v, "do": inputs["do"]}
         o = subject.run(tensors, forward_only=True)["o"][:, :, :count]
-        own = o[document.q][layout.matrix(document).any(axis=1)]
-        lost += int((~np.isfinite(own)).any(axis=(1, 2)).sum())
-        seen.append(Seen(index, keys, o > least))
+        first, last = layout.visible(document)
+        lost += int((~np.isfinite(o[document.q][last > first])).any(axis=(1, 2)).sum())
+        weights = o > least
+        reached = [other for other, one in enumerate(layout.documents) if other != index and weights[one.q].any()]
+        own = weights[document.q]
+        seen.append(Seen(index, keys, own.any(axis=1), own.all(axis=1), reached))
         advance()
     seen.sort(key=lambda one: (one.document, one.keys.start))
     total = sum(document.queries * document.keys for document in layout.documents)
@@ -51,7 +58,7 @@ def check_mask(subject: Any, random: np.random.Generator, advance: Any) -> tuple
     documents = len({one.document for one in seen})
     figures = {"pairs": total, "pairs_covered": covered, "documents_covered": documents, "runs": len(seen)}
     wrong = [f"{lost} rows of o are not finite where q = k = 1 and V is one-hot"] if lost else []
-    wrong += _own(layout, seen) + _others(layout, seen)
+    wrong += _own(layout, seen) + _others(seen)
     share = f"{covered} of {total} pairs of query and key, in {documents} of {len(layout.documents)} documents"
     if not seen:
         return Check("mask", "not checked", "no document has queries and keys", figures), ""
@@ -103,9 +110,8 @@ def _pairs(layout: Layout, seen: list[Seen], mask: Mask, top_left: bool) -> list
 
 def _own(layout: Layout, seen: list[Seen]) -> list[str]:
     """What is wrong inside documents."""
-    weights = [one.weights[layout.documents[one.document].q] for one in seen]
     asked = _pairs(layout, seen, layout.mask, False)
-    some, every = [one.any(axis=1) for one in weights], [one.all(axis=1) for one in weights]
+    some, every = [one.some for one in seen], [one.every for one in seen]
 
     def fits(pairs: list[np.ndarray]) -> bool:
         return all(np.array_equal(a, b) and np.array_equal(c, b) for a, b, c in zip(some, pairs, every, strict=True))
@@ -148,14 +154,9 @@ def _known(mask: Mask) -> list[tuple[str, Mask, bool]]:
     return known
 
 
-def _others(layout: Layout, seen: list[Seen]) -> list[str]:
+def _others(seen: list[Seen]) -> list[str]:
     """What is wrong between documents."""
-    pairs = set()
-    for one in seen:
-        rows = one.weights.any(axis=(1, 2))
-        for index, document in enumerate(layout.documents):
-            if index != one.document and rows[document.q].any():
-                pairs.add((index, one.document))
+    pairs = {(other, one.document) for one in seen for other in one.others}
     if not pairs:
         return []
     query, key = min(pairs)

@@ -26,8 +26,8 @@ import numpy as np
 from mxflash._audit_layout import Layout
 
 _SINGLE = 2.0**-24
-_ROWS = 512
-"""Queries at a time: the tables are [queries, keys]."""
+_PAIRS = 2**22
+"""At a time, about: the tables are [queries, keys]."""
 
 
 def tolerances(
@@ -43,9 +43,10 @@ def tolerances(
     group = inputs["q"].shape[1] // inputs["k"].shape[1]
     for document in layout.documents:
         first, last = layout.visible(document)
+        count = max(_PAIRS // max(document.keys, 1), 1)
         for head in range(inputs["q"].shape[1]):
-            for begin in range(0, document.queries, _ROWS):
-                part = slice(begin, min(begin + _ROWS, document.queries))
+            for begin in range(0, document.queries, count):
+                part = slice(begin, min(begin + count, document.queries))
                 rows = slice(document.q.start + part.start, document.q.start + part.stop)
                 keys = np.arange(document.keys)
                 seen = (keys >= first[part, None]) & (keys < last[part, None])

@@ -48,8 +48,8 @@ def masked(q, k, v, cu_seqlens):
     o = np.empty((*q.shape[:2], v.shape[2]))
     for head in range(q.shape[1]):
         of = head * k.shape[1] // q.shape[1]
-        logits = q[:, head].astype(np.float64) @ k[:, of].astype(np.float64).T * q.shape[2] ** -0.5
         with np.errstate(invalid="ignore"):
+            logits = q[:, head].astype(np.float64) @ k[:, of].astype(np.float64).T * q.shape[2] ** -0.5
             logits = np.where(mask, logits, -np.inf)
             weights = np.exp(logits - logits.max(axis=1, keepdims=True))
             o[:, head] = weights @ v[:, of].astype(np.float64) / weights.sum(axis=1, keepdims=True)
