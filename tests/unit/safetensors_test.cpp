@@ -449,7 +449,7 @@ TEST_F(Files, WritesAlignedTensorsInAFixedOrder) {
       R"("a":{"dtype":"U8","shape":[3],"data_offsets":[16,19]}})";
   header.resize((header.size() + 7) / 8 * 8, ' ');
   Bytes expected = make_file(header);
-  expected.resize(expected.size() + 19);
+  expected.insert(expected.end(), 19, std::byte{0});
   EXPECT_EQ(read_bytes(path), expected);
 }
 
