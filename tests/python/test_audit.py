@@ -2,11 +2,12 @@
 
 import json
 
-import attentions
 import ml_dtypes
-import mxflash
 import numpy as np
 import pytest
+
+import attentions
+import mxflash
 from mxflash import _native
 from mxflash._arrays import Exported
 from mxflash._attention import arguments_of, mask_of

@@ -2,10 +2,11 @@
 
 import json
 
-import mxflash
 import numpy as np
 import pytest
-from mxflash._audit_command import main
+
+import mxflash
+from mxflash._audit.command import main
 
 RIGHT = "import mxflash\ndef right(q, k, v, cu): return mxflash.attention(q, k, v, cu, recipe='bf16')\n"
 WRONG = "def shifted(q, k, v, cu): return right(q, k, v, cu)[0] * 0.9\nclass A: f = staticmethod(right)\nnumber = 3\n"

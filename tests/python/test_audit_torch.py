@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from mxflash import audit
 from mxflash._attention import mask_of
-from mxflash._audit_rounding import tolerances
-from mxflash._audit_subject import Subject
+from mxflash._audit.rounding import tolerances
+from mxflash._audit.subject import Subject
 
 torch = pytest.importorskip("torch")
 attention = pytest.importorskip("mxflash.torch").attention
@@ -67,6 +68,17 @@ def test_block_causality_of_the_backward_is_seen_as_such():
     check = report.check("later tokens, backward")
     assert check.figures["reach_tokens"] <= 31
     assert "inside a block of 32 counted from the document's start" in check.seen, check
+
+
+def test_what_stays_in_reach_is_no_finding():
+    def fn(q, k, v, cu):
+        return attention(q, k, v, cu, recipe="mxfp8")
+
+    seen = audit(fn, *inputs(), probes=60).check("later tokens, backward").figures["reach_tokens"]
+    allowed = audit(fn, *inputs(), probes=60, reach=seen)
+    assert allowed.holds, str(allowed)
+    assert allowed.check("later tokens, backward").result == "in reach"
+    assert failing(audit(fn, *inputs(), probes=60, reach=seen - 1)) == {"later tokens, backward"}
 
 
 def test_stochastic_rounding_without_a_seed_is_not_deterministic():

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mxflash._attention import Mask
-from mxflash._audit_layout import Layout
-from mxflash._audit_report import Check
+from mxflash._audit.layout import Layout
+from mxflash._audit.report import Check
 
 _RUNS = 24
 """Calls at most."""

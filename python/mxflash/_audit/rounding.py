@@ -23,7 +23,7 @@ bits whose codes flip where sums differ): such an implementation is not the same
 
 import numpy as np
 
-from mxflash._audit_layout import Layout
+from mxflash._audit.layout import Layout
 
 _SINGLE = 2.0**-24
 _PAIRS = 2**22

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from mxflash._audit_layout import QUERY_SIDE
-from mxflash._audit_probes import Probes
-from mxflash._audit_report import Check
-from mxflash._audit_subject import Subject
+from mxflash._audit.layout import QUERY_SIDE
+from mxflash._audit.probes import Probes
+from mxflash._audit.report import Check
+from mxflash._audit.subject import Subject
 
 _CONSTANT = 1.5
 """Exact in every format, block scales included: 1 is not in NVFP4, whose scale would be 1 / 6."""

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mxflash._audit_layout import QUERY_SIDE, Document
+from mxflash._audit.layout import QUERY_SIDE, Document
 
 _EXAMPLES = 4096
 _BLOCKS = (16, 32, 64, 128)

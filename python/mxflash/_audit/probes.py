@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mxflash._audit_layout import Document
+from mxflash._audit.layout import Document
 
 KINDS = ("outlier", "resample", "raise", "lower", "denormal")
 TARGETS = ("all", "v", "k", "q", "do")

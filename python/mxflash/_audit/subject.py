@@ -6,7 +6,7 @@ import numpy as np
 
 from mxflash._arrays import take_offsets
 from mxflash._attention import Mask, exact_attention, exact_attention_backward
-from mxflash._audit_layout import Layout
+from mxflash._audit.layout import Layout
 
 # Unit roundoffs: half the distance from 1 to the next number.
 _ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}

@@ -15,7 +15,7 @@ class Check:
     row sum; mask; finite; accuracy."""
     result: str
     """exact (the same bits), rounding (within what rounding explains), noise (within what the same input gives),
-    holds, fails, measured (no verdict), or not checked."""
+    in reach (moved, no further back than allowed), holds, fails, measured (no verdict), or not checked."""
     seen: str
     """What was seen, in words."""
     figures: dict[str, Any] = field(default_factory=dict)

@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
             **call,
             backward=False if options.no_backward else None,
             probes=options.probes,
+            reach=options.reach,
             seed=options.seed,
             name=options.function,
             progress=progress,
@@ -60,7 +61,7 @@ class _UsageError(Exception):
 def _ours(error: Exception) -> bool:
     """A message of the package, which says it all; what somebody's function raises comes with its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = Path(frames[-1].filename).parent == Path(__file__).parent
+    own = Path(__file__).parents[1] in Path(frames[-1].filename).parents
     return isinstance(error, _UsageError) or (own and isinstance(error, ValueError | RuntimeError))
 
 
@@ -73,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("function", metavar="MODULE:FUNCTION", help="fn(q, k, v, cu_seqlens) -> o or (o, lse)")
     parser.add_argument("file", metavar="FILE.safetensors", nargs="?", help="q, k, v, cu_seqlens and perhaps do")
     parser.add_argument("--probes", type=int, default=64, metavar="N", help="later tokens to change (64)")
+    reach = "how many tokens back a later one may be felt (0; 31 where causal by blocks of 32 is all that is claimed)"
+    parser.add_argument("--reach", type=int, default=0, metavar="N", help=reach)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of positions and values (0)")
     parser.add_argument("--no-backward", action="store_true", help="leave the gradients out")
     parser.add_argument("--full", action="store_true", help="it is not causal: every query sees its whole document")
@@ -107,6 +110,8 @@ def _function(given: str) -> Any:
 def _input(options: argparse.Namespace) -> dict[str, Any]:
     if options.probes < 1:
         raise _UsageError(f"--probes: {options.probes} given, 1 or more allowed")
+    if options.reach < 0:
+        raise _UsageError(f"--reach: {options.reach} given, 0 or more allowed")
     if options.seed < 0:
         raise _UsageError(f"--seed: {options.seed} given, 0 or more allowed")
     framework = options.framework or ("torch" if _has_torch() else "numpy")
