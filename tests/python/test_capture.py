@@ -1,0 +1,446 @@
+"""Recording q, k, v and dO of running models."""
+
+import json
+import os
+import subprocess
+
+import mxflash
+import mxflash.capture
+import numpy as np
+import pytest
+import torch
+import transformers
+from mxflash import _capture_command
+from mxflash.transformers import register
+from tiny_models import assert_same_bits, assert_within, build, llama, step, tokens
+from torch import nn
+from transformers import AttentionInterface
+
+CUTS = [0, 13, 50, 64]
+POSITIONS = torch.cat([torch.arange(13), torch.arange(37), torch.arange(14)])[None]
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    torch.set_num_threads(2)
+
+
+def window_of(metadata):
+    if "window" not in metadata:
+        return None
+    return tuple(None if bound == "inf" else int(bound) for bound in metadata["window"].split(","))
+
+
+class Watched:
+    """What the attentions of a model got and gave, noted apart from the recording: projections' own gradients."""
+
+    def __init__(self, model):
+        self.outputs, self.gradients = {}, {}
+        self._handles = []
+        for layer, block in enumerate(model.model.layers):
+            attention = block.self_attn
+            self._handles.append(attention.o_proj.register_forward_pre_hook(self._keep(layer, self.outputs)))
+            for name in ("q", "k", "v"):
+                projection = getattr(attention, f"{name}_proj")
+                self._handles.append(projection.register_forward_hook(self._keep_gradient((layer, name))))
+
+    @staticmethod
+    def _keep(layer, into):
+        def hook(_module, inputs):
+            into[layer] = inputs[0].detach().clone()
+
+        return hook
+
+    def _keep_gradient(self, key):
+        def hook(_module, _inputs, output):
+            output.register_hook(lambda gradient: self.gradients.__setitem__(key, gradient.clone()))
+
+        return hook
+
+    def remove(self):
+        for handle in self._handles:
+            handle.remove()
+
+
+def check_reproduces(recording, watched, layer, shape):
+    """The file's q, k, v, do give in float64 what the model's own attention gave: o, and dv at the projection.
+
+    q and k were turned by rotary positions after their projections, v was not: its gradient is the projection's.
+    """
+    t, metadata = recording[layer], recording.metadata(layer)
+    how = {
+        "window": window_of(metadata),
+        "scale": float(metadata["softmax_scale"]),
+        "causal": metadata["causal"] == "true",
+    }
+    o, _ = mxflash.exact_attention(t["q"], t["k"], t["v"], t["cu_seqlens"], **how)
+    _, _, dv = mxflash.exact_attention_backward(t["do"], t["q"], t["k"], t["v"], t["cu_seqlens"], **how)
+    # Sums of at most 64 weights with FP32 roundings: 2^-24 each, of values of the largest size, and a softmax of logits
+    # up to 20 whose FP32 errors are 2^-24 times that: 100 times 2^-24.
+    expected = watched.outputs[layer].reshape(shape[0] * shape[1], -1)
+    assert_within(o.flatten(1), expected, 2.0**-17 * float(expected.abs().max()), f"layer {layer}: o")
+    expected = watched.gradients[layer, "v"].reshape(shape[0] * shape[1], -1)
+    assert_within(dv.flatten(1), expected, 2.0**-17 * float(expected.abs().max()), f"layer {layer}: dv")
+
+
+def recorded_step(model, ids, layers=None, heads=None, **inputs):
+    with mxflash.capture.record(model, layers, heads) as recording:
+        results = step(model, ids, **inputs)
+    return recording, results
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_capture_reproduces_the_model(implementation, packed):
+    model = llama()
+    model.set_attn_implementation(implementation)
+    ids = tokens(1, 64) if packed else tokens(2, 32)
+    inputs = {"position_ids": POSITIONS} if packed else {}
+    watched = Watched(model)
+    recording, _ = recorded_step(model, ids, **inputs)
+    watched.remove()
+    assert recording.layers == [0, 1]
+    for layer in recording.layers:
+        t = recording[layer]
+        assert t["q"].shape == t["do"].shape == (64, 4, 32)
+        assert t["k"].shape == t["v"].shape == (64, 2, 32)
+        assert all(tensor.device.type == "cpu" and not tensor.requires_grad for tensor in t.values())
+        assert t["cu_seqlens"].tolist() == (CUTS if packed else [0, 32, 64])
+        check_reproduces(recording, watched, layer, ids.shape)
+
+
+def test_capture_of_windows():
+    model = build(transformers.MistralForCausalLM, transformers.MistralConfig, sliding_window=7)
+    watched = Watched(model)
+    recording, _ = recorded_step(model, tokens(2, 32))
+    watched.remove()
+    assert recording.metadata(0)["window"] == "6,inf"
+    check_reproduces(recording, watched, 0, (2, 32))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "mx-bf16"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_removed(implementation, side):
+    register("mx-bf16", recipe="bf16")
+    model = llama()
+    model.set_attn_implementation(implementation)
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.int64)
+    own = slice(6, 20) if side == "left" else slice(0, 14)
+    mask[1] = 0
+    mask[1, own] = 1
+    recording, _ = recorded_step(model, ids, attention_mask=mask)
+    whole, _ = recorded_step(model, ids)
+    kept = mask.bool().flatten()
+    assert recording[0]["cu_seqlens"].tolist() == [0, 20, 34]
+    for name in ("q", "k", "v"):
+        assert_same_bits(recording[0][name], whole[0][name][kept], f"{side} padding: {name}")
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "mx-bf16"])
+def test_nothing_changes(implementation):
+    register("mx-bf16", recipe="bf16")
+    model = llama()
+    model.set_attn_implementation(implementation)
+    ids = tokens(1, 64)
+    expected = step(model, ids, position_ids=POSITIONS)
+    _, given = recorded_step(model, ids, position_ids=POSITIONS)
+    for name, value in expected.items():
+        assert_same_bits(given[name], value, name)
+
+
+def test_own_attention_is_recorded_by_its_offsets():
+    model = llama()
+    model.set_attn_implementation(register("mx-bf16", recipe="bf16"))
+    cu = torch.tensor(CUTS, dtype=torch.int32)
+    recording, _ = recorded_step(model, tokens(1, 64), cu_seq_lens_q=cu, cu_seq_lens_k=cu, position_ids=POSITIONS)
+    assert recording[1]["cu_seqlens"].tolist() == CUTS
+
+
+def test_heads_keep_their_group():
+    model, ids = llama(num_attention_heads=8, num_key_value_heads=2), tokens(1, 20)
+    whole, _ = recorded_step(model, ids, layers=[1])
+    assert whole.layers == [1]
+    for heads, of_keys in (([4, 5], [1]), ([1, 6], [0, 1]), ([0, 2, 5, 7], [0, 1])):
+        part, _ = recorded_step(model, ids, layers=[1], heads=heads)
+        for name in ("q", "do"):
+            assert_same_bits(part[1][name], whole[1][name][:, heads], f"{heads}: {name}")
+        for name in ("k", "v"):
+            assert_same_bits(part[1][name], whole[1][name][:, of_keys], f"{heads}: {name}")
+        assert part.metadata(1)["heads"] == ",".join(map(str, heads))
+    for heads, message in (([0, 1, 4], "2 of key/value head 0, 1 of key/value head 1"), ([8], "8 given, 0 to 7")):
+        with pytest.raises(ValueError, match=f"heads: .*{message}"):
+            recorded_step(model, ids, heads=heads)
+
+
+def test_generation_is_recorded():
+    model = llama()
+    for cache in (None, "static"):
+        with mxflash.capture.record(model) as recording:
+            model.generate(tokens(1, 9), max_new_tokens=4, do_sample=False, cache_implementation=cache)
+        t = recording[0]
+        assert "do" not in t
+        # The prompt, then one token after the other, each with all keys before it.
+        assert t["cu_seqlens_q"].tolist() == [0, 9, 10, 11, 12]
+        assert t["cu_seqlens_k"].tolist() == [0, 9, 19, 30, 42]
+        assert_same_bits(t["k"][9:18], t["k"][:9], "keys of the prompt")
+
+
+def test_checkpointing_is_recorded_once():
+    model, ids = llama().train(), tokens(1, 20)
+    plain, _ = recorded_step(model, ids)
+    model.activation_checkpointing_enable()
+    checkpointed, _ = recorded_step(model, ids)
+    for name, tensor in plain[0].items():
+        assert_same_bits(checkpointed[0][name], tensor, name)
+
+
+def test_hooks_are_gone_after_an_exception():
+    model = llama()
+    original = AttentionInterface.get_interface
+    with pytest.raises(ZeroDivisionError), mxflash.capture.record(model) as recording:
+        loss = model(tokens(1, 8), labels=tokens(1, 8), use_cache=False).loss
+        raise ZeroDivisionError
+    assert AttentionInterface.get_interface is original
+    assert not model._forward_pre_hooks
+    loss.backward()
+    model(tokens(1, 8), use_cache=False)
+    assert recording[0]["q"].shape[0] == 8
+    assert "do" not in recording[0]
+
+
+def test_refusals(tmp_path):
+    model = llama()
+    with pytest.raises(ValueError, match="model: a str given"), mxflash.capture.record("model"):
+        pass
+    with pytest.raises(ValueError, match=r"layers: \[1, 0\] given"), mxflash.capture.record(model, [1, 0]):
+        pass
+    with mxflash.capture.record(model, [0, 5]) as recording:
+        pass
+    with pytest.raises(ValueError, match="no attention seen"):
+        recording.save(tmp_path / "x.safetensors")
+    recording, _ = recorded_step(model, tokens(1, 8), layers=[0, 5])
+    with pytest.raises(ValueError, match="layer: 5 given, 0 recorded"):
+        recording.save(tmp_path / "{layer}.safetensors")
+    recording, _ = recorded_step(model, tokens(1, 8))
+    with pytest.raises(ValueError, match=r"for 2 layers, one with \{layer\} allowed"):
+        recording.save(tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"torch\.float64 given, all bfloat16, float16 or float32"):
+        recorded_step(llama().double(), tokens(1, 8))
+    with pytest.raises(ValueError, match=r"dropout: 0\.5 given"):
+        recorded_step(llama(attention_dropout=0.5).train(), tokens(1, 8))
+    with pytest.raises(ValueError, match="attention_mask: a pattern given that is no documents"):
+        mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+        mask[0, 0, 6, 1] = False
+        recorded_step(model, tokens(1, 8), attention_mask=mask)
+    with mxflash.capture.record(model) as recording:
+        step(model, tokens(1, 8))
+        model(tokens(1, 8), use_cache=False)
+    with pytest.raises(ValueError, match="do is known of 1 of 2 calls"):
+        recording[0]
+    assert not list(tmp_path.iterdir())
+
+
+class Plain(nn.Module):
+    """Two attentions of plain torch: by hand with a mask, and torch's own module."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(32, 96)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.5)
+        y = y.transpose(1, 2).flatten(2)
+        return self.attention(y, y, y, need_weights=False)[0]
+
+
+def test_plain_torch_models():
+    model, x = Plain(), torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(1))
+    document = torch.repeat_interleave(torch.tensor([13, 37, 14]))
+    mask = (document[:, None] == document) & torch.ones(64, 64, dtype=torch.bool).tril()
+    results = []
+    for recorded in (False, True):
+        model.zero_grad()
+        if recorded:
+            with mxflash.capture.record(model) as recording:
+                output = model(x, mask)
+                output.square().sum().backward()
+        else:
+            output = model(x, mask)
+            output.square().sum().backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        results.append([output.detach(), *gradients])
+    for given, expected in zip(results[1], results[0], strict=True):
+        assert_same_bits(given, expected, "plain torch, recorded")
+    assert recording.layers == [0, 1]
+    assert recording[0]["cu_seqlens"].tolist() == CUTS
+    assert recording.metadata(0)["softmax_scale"] == "0.5"
+    assert (recording.metadata(0)["causal"], recording.metadata(1)["causal"]) == ("true", "false")
+    t = recording[0]
+    assert_same_bits(t["q"].flatten(1), model.qkv(x)[0, :, :32].detach(), "q")
+    gradients = mxflash.exact_attention_backward(t["do"], t["q"], t["k"], t["v"], t["cu_seqlens"], scale=0.5)
+    # d(bias) of the projection is the sum over tokens of dq, dk, dv: 64 FP32 additions, and attention's own roundings.
+    total = torch.cat([gradient.double().sum(0).flatten() for gradient in gradients])
+    assert_within(total, model.qkv.bias.grad, 2.0**-16 * float(total.abs().max()), "gradient of the bias")
+    t = recording[1]
+    o, _ = mxflash.exact_attention(t["q"], t["k"], t["v"], t["cu_seqlens"], causal=False)
+    given = model.attention.out_proj(o.flatten(1).float()).detach()
+    assert_within(given, results[1][0][0], 2.0**-18 * float(given.abs().max()), "o of nn.MultiheadAttention")
+
+
+def tokenizer(folder):
+    """Bytes, one a token: nothing to download."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    llama(vocab_size=256).save_pretrained(path)
+    tokenizer(path)
+    return path
+
+
+def test_command(folder, tmp_path, capsys):
+    texts = []
+    for name, text in (("a.txt", "a short one"), ("b.txt", "a longer text. " * 20), ("c.txt", "And another. " * 20)):
+        texts.append(str(tmp_path / name))
+        (tmp_path / name).write_text(text)
+    out = str(tmp_path / "layer{layer}.safetensors")
+    arguments = [str(folder), "--text", *texts, "--tokens", "96", "--layers", "1", "--heads", "0,3", "--out", out]
+    assert _capture_command.main(arguments) == 0
+    path = str(tmp_path / "layer1.safetensors")
+    assert capsys.readouterr().out.split() == [path]
+    tensors, metadata = mxflash.load(path, "torch")
+    assert tensors["q"].dtype == torch.bfloat16
+    assert tensors["cu_seqlens"].tolist() == [0, 11, 54, 96]
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor.ndim == 3} == {
+        "q": (96, 2, 32),
+        "k": (96, 2, 32),
+        "v": (96, 2, 32),
+        "do": (96, 2, 32),
+    }
+    assert metadata["causal"] == "true"
+    assert float(metadata["softmax_scale"]) == 32**-0.5
+    # The same by hand.
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    cut = ["a short one", ("a longer text. " * 20)[:43], ("And another. " * 20)[:42]]
+    read = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([[token for text in cut for token in read(text)["input_ids"]]])
+    positions = torch.cat([torch.arange(len(text)) for text in cut])[None]
+    with mxflash.capture.record(model, [1], [0, 3]) as recording:
+        labels = ids.masked_fill(positions == 0, -100)
+        model(ids, position_ids=positions, labels=labels, use_cache=False).loss.backward()
+    for name, tensor in recording[1].items():
+        assert_same_bits(tensors[name], tensor, name)
+
+
+def write_gguf(path, model):
+    """The model and its byte tokens as GGUF, as a converter from transformers writes a Llama."""
+    from gguf import GGUFWriter
+    from tokenizers import pre_tokenizers
+
+    config = model.config
+    writer = GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    # There must be a merge: one of two letters that no text here has, in the place of a third.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet[-1] = alphabet[-3] + alphabet[-2]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(alphabet)
+    writer.add_token_types([1] * len(alphabet))
+    writer.add_token_merges([f"{alphabet[-3]} {alphabet[-2]}"])
+    renamed = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    parts = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+    parts |= {"self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    parts |= {f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")}
+    for layer in range(config.num_hidden_layers):
+        renamed |= {f"model.layers.{layer}.{name}": f"blk.{layer}.{short}" for name, short in parts.items()}
+    for name, tensor in model.state_dict().items():
+        short, array = renamed[name.removesuffix(".weight")], tensor.numpy()
+        if short.endswith(("attn_q", "attn_k")):  # GGUF's rotary positions turn neighbours, transformers' halves.
+            heads = array.shape[0] // config.head_dim
+            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        writer.add_tensor(f"{short}.weight", np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_gives_the_same_files(folder, tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")  # transformers wants it for GGUF.
+    (tmp_path / "text").write_text("The same weights, the same text. " * 3)
+    write_gguf(tmp_path / "tiny.gguf", transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    files = []
+    for source in ([str(folder)], [str(tmp_path), "--gguf", "tiny.gguf"]):
+        out = str(tmp_path / f"{len(files)}.safetensors")
+        options = ["--text", str(tmp_path / "text"), "--layers", "1", "--dtype", "float32", "--out", out]
+        assert _capture_command.main([*source, *options]) == 0
+        files.append(mxflash.load(out, "torch"))
+    assert files[0][1] == files[1][1]
+    for name, tensor in files[0][0].items():
+        assert_same_bits(files[1][0][name], tensor, name)
+
+
+def test_command_line_reads_the_files(folder, tmp_path):
+    """Three commands: capture, run, audit. Python's own reader where there is no binary at hand."""
+    out = str(tmp_path / "layer{layer}.safetensors")
+    assert _capture_command.main([str(folder), "--tokens", "128", "--layers", "0", "--out", out]) == 0
+    path = out.replace("{layer}", "0")
+    binary = os.environ.get("MXFLASH")
+    if binary:
+        ran = subprocess.run(
+            [binary, "run", path, "--check", "--json", "-"], capture_output=True, text=True, check=True
+        )
+        cosine = json.loads(ran.stdout)["accuracy"]["dq"]["cosine"]
+        subprocess.run([binary, "audit", path, "--recipe", "mxfp8", "--probes", "8"], check=True, capture_output=True)
+    else:
+        t, metadata = mxflash.load(path)
+        scale = float(metadata["softmax_scale"])
+        tensors = t["do"], t["q"], t["k"], t["v"]
+        given = mxflash.attention_backward(*tensors, cu_seqlens=t["cu_seqlens"], scale=scale)[0].astype(np.float64)
+        exact = mxflash.exact_attention_backward(*tensors, cu_seqlens=t["cu_seqlens"], scale=scale)[0]
+        cosine = float((given * exact).sum() / np.linalg.norm(given) / np.linalg.norm(exact))
+    # E4M3 errs by 2^-4 an element at most: dq of operands that each do, half of it in the mean, is well above this.
+    assert cosine > 0.98
+
+
+def test_command_refuses(folder, tmp_path, capsys):
+    cases = [
+        (["nowhere"], "MODEL_FOLDER: 'nowhere' given"),
+        ([str(folder), "--tokens", "0"], "--tokens: 0 given"),
+        ([str(folder), "--layers", "a"], "--layers: 'a' given"),
+        ([str(folder), "--layers", "7"], "no attention seen"),
+        ([str(folder), "--heads", "0,1,2"], "heads: 0, 1, 2 given"),
+        ([str(folder), "--gguf", "x.gguf"], "--gguf: 'x.gguf' given"),
+        ([str(folder), "--text", str(tmp_path / "none")], "No such file"),
+        ([str(tmp_path)], "MODEL_FOLDER: "),
+    ]
+    for arguments, message in cases:
+        assert _capture_command.main([*arguments, "--out", str(tmp_path / "{layer}.safetensors")]) == 2, arguments
+        said = capsys.readouterr().err
+        assert message in said, f"{arguments}: {said}"
+        assert said.count("\n") == 1
+    with pytest.raises(SystemExit) as exit_code:
+        _capture_command.main([str(folder), "--dtype", "float64"])
+    assert exit_code.value.code == 2
+    assert not list(tmp_path.glob("*.safetensors"))
