@@ -126,6 +126,8 @@ class Recording:
             raise ValueError(f"layers: two attentions have index {layer} ({kinds}), one allowed; record its submodule")
         documents, causal, window = seen
         q, k, v = (tensor.detach() for tensor in tensors)
+        if torch.is_autocast_enabled(q.device.type):  # Which then casts inside of attention.
+            q, k, v = (tensor.to(torch.get_autocast_dtype(q.device.type)) for tensor in (q, k, v))
         types = {str(tensor.dtype) for tensor in (q, k, v)}
         if len(types) > 1 or q.dtype not in _DTYPES:
             raise ValueError(f"q, k, v: {' and '.join(sorted(types))} given, all bfloat16, float16 or float32 allowed")

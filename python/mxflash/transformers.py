@@ -99,6 +99,9 @@ def _attention_of(text: str, settings: dict[str, Any]) -> Callable:
         )
         if documents.key_length < key.shape[2]:
             key, value = key[:, :, : documents.key_length], value[:, :, : documents.key_length]
+        if torch.is_autocast_enabled(query.device.type):  # Rotary positions leave query and key in float32.
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         o = attention(
             rows(query, documents.queries),
             rows(key, documents.keys),

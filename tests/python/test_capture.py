@@ -21,8 +21,8 @@ POSITIONS = torch.cat([torch.arange(13), torch.arange(37), torch.arange(14)])[No
 
 
 @pytest.fixture(autouse=True)
-def _two_threads():
-    torch.set_num_threads(2)
+def _one_thread():
+    torch.set_num_threads(1)
 
 
 def window_of(metadata):
