@@ -6,7 +6,8 @@
     recording.save("layer{layer}.safetensors")
 
 Models of transformers are read where they call their attention, whichever it is; plain torch models where they call
-scaled_dot_product_attention (nn.MultiheadAttention does with need_weights=False). Nothing changes in their results.
+scaled_dot_product_attention, on jagged tensors too (nn.MultiheadAttention calls it with need_weights=False). Nothing
+changes in their results.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mxflash._documents import Dense, in_backward, of_dense, plain, rows
+from mxflash._documents import Dense, Documents, in_backward, of_dense, plain, rows
 from mxflash._files import save as save_file
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,6 +50,7 @@ class Recording:
         self._model = type(model).__name__
         self._calls: dict[int, list[_Call]] = {}
         self._modules: dict[int, Any] = {}
+        self._seen: set[int] = set()
 
     @property
     def layers(self) -> list[int]:
@@ -98,10 +100,11 @@ class Recording:
         `mxflash run --window` (or `window=`).
         """
         pattern = os.fspath(path)
-        if not self._calls:
+        if not self._seen:
             raise ValueError("recording: no attention seen, a model that ran inside the with block allowed")
         for layer in self.wanted or ():
-            self._of(layer)
+            if layer not in self._calls:
+                raise ValueError(f"layers: {layer} given, {_listed(sorted(self._seen))} allowed (those that ran)")
         if len(self._calls) > 1 and "{layer}" not in pattern:
             raise ValueError(f"path: {pattern!r} given for {len(self._calls)} layers, one with {{layer}} allowed")
         paths = {layer: pattern.replace("{layer}", str(layer)) for layer in self.layers}
@@ -115,6 +118,8 @@ class Recording:
         return self._calls[layer]
 
     def wants(self, layer: int) -> bool:
+        """Whether this layer, which is about to run, is to be recorded."""
+        self._seen.add(layer)
         return self.wanted is None or layer in self.wanted
 
     def add(
@@ -261,7 +266,10 @@ class _Intercepted(TorchFunctionMode):
             if dropout_p:
                 raise ValueError(f"dropout_p: {dropout_p} given, 0 allowed (model.eval(), or a dropout of 0)")
             tensors = tuple(_four_dimensions(tensor) for tensor in (query, key, value))
-            seen = _seen_by_torch(tensors[0], tensors[1], attn_mask, is_causal)
+            if query.is_nested:
+                seen = Dense(_of_nested(query, key, attn_mask, is_causal), is_causal, None)
+            else:
+                seen = _seen_by_torch(tensors[0], tensors[1], attn_mask, is_causal)
             recorded = self._recording.add(layer, None, tensors, seen, rest.get("scale"))
         output = function(query, key, value, attn_mask, dropout_p, is_causal, **rest)
         if recorded is not None:
@@ -271,12 +279,24 @@ class _Intercepted(TorchFunctionMode):
 
 
 def _four_dimensions(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., heads, tokens, dim] with a batch."""
+    """[..., heads, tokens, dim] with a batch; of a nested tensor its documents one after the other, as one row."""
     if tensor.is_nested:
-        raise ValueError("query: a nested tensor given, a dense one allowed (documents as a mask)")
+        if tensor.layout != torch.jagged or tensor.ndim != 4 or tensor.lengths() is not None:
+            raise ValueError(
+                "query, key, value: a nested tensor given, of those jagged [batch, heads, tokens, dim] allowed"
+            )
+        return tensor.transpose(1, 2).values().transpose(0, 1)[None]
     if tensor.ndim > 4 or tensor.ndim < 2:
         raise ValueError(f"query: {tensor.ndim} dimensions given, 2 to 4 allowed (batch, heads, tokens, dim)")
     return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
+
+
+def _of_nested(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> Documents:
+    offsets_q, offsets_k = query.offsets().to(torch.int32), key.offsets().to(torch.int32)
+    same = torch.equal(offsets_q, offsets_k)
+    if mask is not None or (is_causal and not same):
+        raise ValueError("attn_mask, is_causal: given for nested tensors, none, or causal with equal lengths allowed")
+    return Documents(int(offsets_k[-1]), None, None, offsets_q, None if same else offsets_k)
 
 
 def _seen_by_torch(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> Dense:

@@ -219,7 +219,7 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="no attention seen"):
         recording.save(tmp_path / "x.safetensors")
     recording, _ = recorded_step(model, tokens(1, 8), layers=[0, 5])
-    with pytest.raises(ValueError, match="layer: 5 given, 0 recorded"):
+    with pytest.raises(ValueError, match="layers: 5 given, 0, 1 allowed"):
         recording.save(tmp_path / "{layer}.safetensors")
     recording, _ = recorded_step(model, tokens(1, 8))
     with pytest.raises(ValueError, match=r"for 2 layers, one with \{layer\} allowed"):
@@ -288,6 +288,36 @@ def test_plain_torch_models():
     o, _ = mxflash.exact_attention(t["q"], t["k"], t["v"], t["cu_seqlens"], causal=False)
     given = model.attention.out_proj(o.flatten(1).float()).detach()
     assert_within(given, results[1][0][0], 2.0**-18 * float(given.abs().max()), "o of nn.MultiheadAttention")
+
+
+def test_nested_tensors_of_torch():
+    parts = [torch.randn(n, 2, 8, generator=torch.Generator().manual_seed(n)) for n in (5, 9, 1)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    with mxflash.capture.record(nn.Identity()) as recording:
+        x = nested.transpose(1, 2)
+        o = nn.functional.scaled_dot_product_attention(x, x * 0.5, x)  # torch: not causal on a CPU.
+        (o.values() ** 2).sum().backward()
+    t = recording[0]
+    assert t["cu_seqlens"].tolist() == [0, 5, 14, 15]
+    assert_same_bits(t["q"], torch.cat(parts), "q")
+    assert_same_bits(t["do"], 2 * o.detach().transpose(1, 2).values(), "do")
+    # Sums of 9 values of FP32, of size 3, with weights that FP32 logits of size 5 make.
+    exact, _ = mxflash.exact_attention(t["q"], t["k"], t["v"], t["cu_seqlens"], causal=False)
+    assert_within(exact, o.detach().transpose(1, 2).values(), 2.0**-19, "o")
+
+
+def test_torch_encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 20, 32)
+    causal = torch.ones(20, 20, dtype=torch.bool).triu(1)
+    padding = torch.arange(20) >= torch.tensor([[20], [13]])
+    with mxflash.capture.record(model) as recording:
+        model(x, mask=causal, src_key_padding_mask=padding).sum().backward()
+    assert recording.layers == [0, 1]
+    assert recording.metadata(1)["causal"] == "true"
+    assert recording[1]["cu_seqlens"].tolist() == [0, 20, 33]
+    assert recording[1]["do"].shape == (33, 4, 8)
 
 
 def tokenizer(folder):
@@ -429,7 +459,7 @@ def test_command_refuses(folder, tmp_path, capsys):
         (["nowhere"], "MODEL_FOLDER: 'nowhere' given"),
         ([str(folder), "--tokens", "0"], "--tokens: 0 given"),
         ([str(folder), "--layers", "a"], "--layers: 'a' given"),
-        ([str(folder), "--layers", "7"], "no attention seen"),
+        ([str(folder), "--layers", "7"], "layers: 7 given, 0, 1 allowed"),
         ([str(folder), "--heads", "0,1,2"], "heads: 0, 1, 2 given"),
         ([str(folder), "--gguf", "x.gguf"], "--gguf: 'x.gguf' given"),
         ([str(folder), "--text", str(tmp_path / "none")], "No such file"),
