@@ -87,6 +87,8 @@ def _attention_of(text: str, settings: dict[str, Any]) -> Callable:
         refuse(dropout, others)
         causal = causal_of(module, is_causal)
         window = window_of(sliding_window)
+        if window is None:
+            _no_window_meant(module, key.shape[2])
         documents = of_call(
             query,
             key,
@@ -144,6 +146,20 @@ def window_of(sliding_window: int | None) -> tuple[int, int] | None:
     if sliding_window < 1:
         raise ValueError(f"sliding_window: {sliding_window} given, 1 or more, or None allowed")
     return sliding_window - 1, sliding_window - 1
+
+
+def _no_window_meant(module: torch.nn.Module, keys: int) -> None:
+    """Raises where a layer's window is in its dense mask alone, which is not built here."""
+    config = getattr(module, "config", None)
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or keys <= window:
+        return
+    types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if types is None or (layer is not None and types[layer] == "sliding_attention"):
+        raise ValueError(
+            f"sliding_window: None given by {type(module).__name__} though its configuration has {window}; models that "
+            f"tell attention, or at most {window} keys, allowed"
+        )
 
 
 def padding_mask(

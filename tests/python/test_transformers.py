@@ -364,6 +364,17 @@ def test_refused_masks():
         padding_mask(**shape, attention_mask=torch.ones(1, 7, dtype=torch.bool))
 
 
+def test_refused_window_that_only_a_dense_mask_has():
+    window = {"sliding_window": 6, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    experts |= {"shared_expert_intermediate_size": 32}
+    model = build(transformers.Qwen2MoeForCausalLM, transformers.Qwen2MoeConfig, **window, **experts)
+    model.set_attn_implementation(register("mx"))
+    model(tokens(1, 6))
+    with pytest.raises(ValueError, match="sliding_window: None given by Qwen2MoeAttention"):
+        model(tokens(1, 7))
+
+
 def test_refused_names_and_recipes():
     with pytest.raises(ValueError, match="without 'flash'"):
         register("mxflash")
