@@ -51,8 +51,8 @@ def register(name: str = "mx", recipe: Any = "mxfp8", **settings: Any) -> str:
 
     A model then raises ValueError, naming the argument, for what cannot be honoured: attention dropout in training, a
     softcap, attention sinks, a bias or a head mask, sparse or paged keys, dense (4-D) masks, masks that are neither
-    causal nor full (image blocks, chunks), output_attentions. Under torch.compile plain batches, cu_seq_lens and
-    position_ids make one graph; padding breaks it, as the number of tokens is data.
+    causal nor full (image blocks, chunks), output_attentions. Under torch.compile all of it makes one graph; with
+    padding the number of tokens is data, which older versions of torch break the graph for.
     """
     for taken in ("flash", "flex_attention", "sdpa", "/", "|"):
         if taken in name:

@@ -314,7 +314,8 @@ def test_one_graph():
     model.set_attn_implementation(register("mx"))
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
-    for inputs in ({}, packed("position_ids"), packed("cu_seq_lens")):
+    padded = {"attention_mask": (torch.arange(64) >= 11).long()[None]}
+    for inputs in ({}, packed("position_ids"), packed("cu_seq_lens"), padded):
         ids = tokens(1, 64)
         given = compiled(ids, use_cache=False, **inputs).logits.detach()
         expected = model(ids, use_cache=False, **inputs).logits.detach()
