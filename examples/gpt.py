@@ -59,10 +59,14 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Logits [tokens, 257] of a pack; `attend` is any attention on packed documents."""
+    """Logits [tokens, 257] of a pack; `attend` is any attention on packed documents.
 
-    def __init__(self, shape: Shape):
+    Weights are float32, products are of `dtype`.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32):
         super().__init__()
+        self.dtype = dtype
         self.head_dim = shape.head_dim
         self.embed = nn.Embedding(SYMBOLS, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -82,7 +86,10 @@ class Model(nn.Module):
 
     def losses(self, pack: Pack, attend: Attend) -> Tensor:
         """Nats of each position, float32 [tokens]."""
-        return functional.cross_entropy(self(pack, attend).float(), pack.targets, reduction="none")
+        # Around each run: autocast keeps its copies of the weights until it ends, so around a loop it would see no step.
+        with torch.autocast(pack.tokens.device.type, torch.bfloat16, self.dtype == torch.bfloat16):
+            logits = self(pack, attend)
+        return functional.cross_entropy(logits.float(), pack.targets, reduction="none")
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from packs import Pack, cut, default_paths, endless, fill, read_documents
 from torch import Tensor, nn
 from tqdm import tqdm
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SETTINGS = ("layers", "width", "heads", "kv_heads", "context", "tokens", "steps", "warmup", "lr", "dtype", "device")
 
 
@@ -90,11 +91,10 @@ def train(options: argparse.Namespace) -> None:
     held = fill(endless(cut(validation, options.context), 0), options.tokens)
     held = [pack.to(options.device) for pack in itertools.islice(held, options.validation_packs)]
     torch.manual_seed(options.seed)
-    model = Model(shape).to(options.device)
+    model = Model(shape, DTYPES[options.dtype]).to(options.device)
     optimizer = optimizer_of(model, options.lr)
     options.out.mkdir(parents=True, exist_ok=True)
-    autocast = torch.autocast(torch.device(options.device).type, torch.bfloat16, options.dtype == "bfloat16")
-    with autocast, (options.out / "log.csv").open("w", newline="") as file:
+    with (options.out / "log.csv").open("w", newline="") as file:
         log = csv.writer(file)
         log.writerow(("step", "positions", "lr", "loss", "gradient_norm", "validation_own", "validation_exact"))
         for step in (bar := tqdm(range(1, options.steps + 1), desc=options.recipe, disable=None)):
@@ -113,8 +113,9 @@ def train(options: argparse.Namespace) -> None:
                 row[5:] = [validation_loss(model, held, a) for a in (attend, exact)]
                 bar.write(f"step {step}: loss {row[3]:.4f}, validation {row[5]:.4f}, exact {row[6]:.4f}", sys.stderr)
             log.writerow(row)
+            file.flush()
             bar.set_postfix(loss=f"{row[3]:.3f}")
-        sample = token_by_token(model, held, attend, options.positions, 0)
+    sample = token_by_token(model, held, attend, options.positions, 0)
     with (options.out / "positions.csv").open("w", newline="") as file:
         csv.writer(file).writerows([sample._fields, *zip(*(column.tolist() for column in sample), strict=True)])
     leak = (sample.alone - sample.together).double()
@@ -141,9 +142,9 @@ def train(options: argparse.Namespace) -> None:
 
 def try_attention(options: argparse.Namespace, shape: Shape) -> None:
     """Runs the recipe once both ways, so that what cannot run says so before anything else does."""
-    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
+    dtype = DTYPES[options.dtype]
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    q, k, v = (torch.ones(8, n, shape.head_dim, dtype=kind, device=options.device, requires_grad=True) for n in heads)
+    q, k, v = (torch.ones(8, n, shape.head_dim, dtype=dtype, device=options.device, requires_grad=True) for n in heads)
     ends = torch.tensor([0, 3, 8], dtype=torch.int32, device=options.device)
     attention_of(options.recipe)(q, k, v, ends).sum().backward()
 
@@ -153,15 +154,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="train_bytes.py",
         description="Trains a byte-level language model on packed documents.",
         epilog="train_bytes.py plot PICTURE DIR...: validation curves of several runs, and a table of them.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("--recipe", default="mxfp8", help="a name of `mxflash recipes`, a JSON file, or sdpa: torch's own, exact")
-    add("--data", nargs="+", type=Path, metavar="PATH", help="text files and directories (None: text of this machine)")
-    add("--out", type=Path, metavar="DIR", help="where the results go (None: runs/RECIPE-SEED)")
+    add(
+        "--data",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="text files and directories; left out: text of this machine",
+    )
+    add("--out", type=Path, metavar="DIR", help="where the results go; left out: runs/RECIPE-SEED")
     add("--seed", type=whole(0), default=0, help="of weights, order and stochastic rounding")
     add("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the products (None: float32 on a CPU, else bfloat16)")
+    add("--dtype", choices=DTYPES, help="of the products; left out: float32 on a CPU, else bfloat16")
     add("--threads", type=whole(1), default=2, help="of torch on a CPU; another number may give other bits")
     add("--steps", type=whole(1), default=600, help="steps of the optimizer")
     add("--tokens", type=whole(1), default=2048, help="positions in a pack, one pack a step")
@@ -189,6 +196,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     options.out = options.out or Path("runs") / f"{Path(options.recipe).stem}-{options.seed}"
     return options
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str:
+        """Defaults, where there is one to show."""
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):

@@ -217,10 +217,13 @@ def run(corpus: Path, out: Path, *more: str) -> int:
 
 
 @pytest.mark.usefixtures("settings_of_torch")
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4-diagonal"])  # The second rounds stochastically.
-def test_it_learns_and_repeats_its_bits(recipe, corpus, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [("mxfp8", "float32"), ("mxfp8", "bfloat16"), ("mxfp4-diagonal", "float32")],  # The last rounds stochastically.
+)
+def test_it_learns_and_repeats_its_bits(recipe, dtype, corpus, tmp_path, capsys):
     for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
-        assert run(corpus, tmp_path / name, "--recipe", recipe, "--seed", seed) == 0
+        assert run(corpus, tmp_path / name, "--recipe", recipe, "--dtype", dtype, "--seed", seed) == 0
     printed = capsys.readouterr()
     assert "%|" not in printed.err  # No progress bar in a pipe.
     logs = {name: (tmp_path / name / "log.csv").read_text() for name in "abc"}
