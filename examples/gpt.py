@@ -86,7 +86,7 @@ class Model(nn.Module):
 
     def losses(self, pack: Pack, attend: Attend) -> Tensor:
         """Nats of each position, float32 [tokens]."""
-        # Around each run: autocast keeps its copies of the weights until it ends, so around a loop it would see no step.
+        # Around each run: autocast keeps its copies of the weights until it ends: around a loop, that is no step seen.
         with torch.autocast(pack.tokens.device.type, torch.bfloat16, self.dtype == torch.bfloat16):
             logits = self(pack, attend)
         return functional.cross_entropy(logits.float(), pack.targets, reduction="none")
