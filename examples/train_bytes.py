@@ -27,7 +27,20 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SETTINGS = ("layers", "width", "heads", "kv_heads", "context", "tokens", "steps", "warmup", "lr", "dtype", "device")
+SETTINGS = (
+    "layers",
+    "width",
+    "heads",
+    "kv_heads",
+    "context",
+    "tokens",
+    "steps",
+    "warmup",
+    "lr",
+    "dtype",
+    "device",
+    "threads",
+)
 
 
 @torch.no_grad()

@@ -256,6 +256,7 @@ def test_plot_of_several_runs(corpus, tmp_path, capsys):
     assert "<svg" in picture.read_text()
     table = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1].strip() for line in table[2:]] == ["`sdpa`", "`bf16`"]
+    assert [line.split("|")[-2].strip() for line in table[2:]] == ["0.0%", "0.0%"]
 
 
 @pytest.mark.usefixtures("settings_of_torch")
