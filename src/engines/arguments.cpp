@@ -74,8 +74,15 @@ Status check_backward_arguments(const Problem& problem, const Inputs& inputs, co
   if (Status status = check_arguments(problem, inputs, options); !status.ok()) return status;
   if (!inputs.dout) return invalid("do: none given, the gradient of o [tokens_q, heads, value_dim] allowed");
   if (Status status = check_type("do", *inputs.dout, inputs.q.dtype); !status.ok()) return status;
-  return check_shape("do", *inputs.dout, {inputs.q.tokens(), inputs.q.heads(), inputs.v.dims()},
-                     "[q's tokens, q's heads, v's value_dim]");
+  if (Status status = check_shape("do", *inputs.dout, {inputs.q.tokens(), inputs.q.heads(), inputs.v.dims()},
+                                  "[q's tokens, q's heads, v's value_dim]");
+      !status.ok() || !inputs.dlse) {
+    return status;
+  }
+  if (inputs.dlse->dtype != DType::f32) {
+    return invalid(fmt::format("dlse: type {} given, F32 allowed (lse's)", name_of(inputs.dlse->dtype)));
+  }
+  return check_shape("dlse", *inputs.dlse, {inputs.q.tokens(), inputs.q.heads(), 1}, "[q's tokens, q's heads, 1]");
 }
 
 Status check_recipe(const Recipe& recipe, const Inputs& inputs) {
