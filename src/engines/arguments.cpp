@@ -82,7 +82,11 @@ Status check_backward_arguments(const Problem& problem, const Inputs& inputs, co
   if (inputs.dlse->dtype != DType::f32) {
     return invalid(fmt::format("dlse: type {} given, F32 allowed (lse's)", name_of(inputs.dlse->dtype)));
   }
-  return check_shape("dlse", *inputs.dlse, {inputs.q.tokens(), inputs.q.heads(), 1}, "[q's tokens, q's heads, 1]");
+  const auto& [tokens, heads, dims] = inputs.dlse->shape;
+  if (tokens == inputs.q.tokens() && heads == inputs.q.heads() && dims == 1) return {};
+  // Files and arrays have two dimensions.
+  return invalid(fmt::format("dlse: shape [{}, {}{}] given, [{}, {}] allowed ([q's tokens, q's heads])", tokens, heads,
+                             dims == 1 ? "" : fmt::format(", {}", dims), inputs.q.tokens(), inputs.q.heads()));
 }
 
 Status check_recipe(const Recipe& recipe, const Inputs& inputs) {

@@ -171,8 +171,8 @@ def test_refusals():
         (torch.zeros(56, 4, dtype=torch.float64), ("float64", "float32")),
         (torch.zeros(56, 4, dtype=torch.bfloat16), ("bfloat16", "float32")),
         (torch.zeros(56, 4, 1), ("[56, 4, 1]", "[tokens, heads]")),
-        (torch.zeros(55, 4), ("[55, 4, 1]", "[56, 4, 1]")),
-        (torch.zeros(56, 2), ("[56, 2, 1]", "[56, 4, 1]")),
+        (torch.zeros(55, 4), ("[55, 4]", "[56, 4]")),
+        (torch.zeros(56, 2), ("[56, 2]", "[56, 4]")),
         ("text", ("str", "array")),
     ):
         with pytest.raises(ValueError, match=r"^dlse: ") as caught:
