@@ -103,12 +103,13 @@ def test_c27_loss_of_lse_against_float64(name):
     o.retain_grad(), lse.retain_grad()
     loss(o, lse).backward()
     do = torch.zeros_like(o) if o.grad is None else o.grad
+    want = [torch.zeros_like(x) if x.grad is None else x.grad for x in wide]
     # d lse^2 = 2 lse, which is off by 2 u.
     errors = allowed_errors(*(x.detach() for x in wide), do, lse.grad, 2 * U if name == "both" else 0)
-    for output, mine, its, allowed in zip(("dq", "dk", "dv"), own, wide, errors, strict=True):
-        check(mine.grad, its.grad, allowed, output)
+    for output, mine, its, allowed in zip(("dq", "dk", "dv"), own, want, errors, strict=True):
+        check(mine.grad, its, allowed, output)
     # The bounds can tell: dq without dlse is off by far more.
-    assert errors[0].mean() < 0.05 * wide[0].grad.abs().mean()
+    assert errors[0].mean() < 0.1 * want[0].abs().mean()
 
 
 def test_lse_alone_leaves_v_alone():
@@ -191,7 +192,7 @@ def test_keys_in_two_parts_merged_by_lse():
     """What context parallelism does: each part of the keys alone, merged by its lse.
 
     Weights, dO of a part and dS round by up to u each, evenly and independently, which is 0.6 u rms each over a tensor:
-    1.4 u for the five of them; D's errors are of the same size, so 4 u is allowed.
+    1.4 u for the five of them; 2 u is allowed.
     """
     generator = torch.Generator().manual_seed(1)
     q, k, v, do = (torch.randn(70, 2, 32, generator=generator).bfloat16().float() for _ in range(4))
@@ -206,7 +207,7 @@ def test_keys_in_two_parts_merged_by_lse():
     want = mxflash.exact_attention_backward(do, q, k, v, causal=False)
     for name, mine, its in zip(("dq", "dk", "dv"), own, want, strict=True):
         error = (mine.grad - its).norm() / its.norm()
-        assert error < 4 * U, f"{name}: {error:.3g}"
+        assert error < 2 * U, f"{name}: {error:.3g}"
 
 
 def test_c25_opcheck():
