@@ -145,22 +145,31 @@ double relative_l2(const Tensor& got, const Tensor& want) {
 }
 
 /// dP - D and dlse meet the same weights, are quantized in the same blocks and multiply the same K and Q, so that dQ
-/// and dK have the relative error that they have without dlse. It is smaller where dlse is large, which has no error of
-/// its own as dO and V have. Half as much again is allowed: the two samples of errors are of 80 rows.
+/// and dK have the relative error that they have without dlse, or less: dlse has no error of its own, as dO and V have.
+/// A tenth more is allowed, since errors are random.
 TEST_P(LseGradient, IsAsAccurateAsThatOfO) {
   const Recipe& recipe = GetParam();
   const Case plain = test::random_case(test::pack({{70, 70}, {33, 97}, {40, 9}, {1, 1}}), {.heads = 4, .kv_heads = 2});
   const BackwardResult plain_got = test::backward(plain, recipe);
   const BackwardResult plain_want = test::exact_gradients(plain);
+  const double dq = 1.1 * relative_l2(plain_got.dq, plain_want.dq);
+  const double dk = 1.1 * relative_l2(plain_got.dk, plain_want.dk);
   for (const float size : {0.1F, 1.0F, 30.0F}) {
     Case c = test::with_dlse(plain);
     c.dlse = test::scaled(*c.dlse, size);
     const BackwardResult got = test::backward(c, recipe);
     const BackwardResult want = test::exact_gradients(c);
-    EXPECT_LE(relative_l2(got.dq, want.dq), 1.5 * relative_l2(plain_got.dq, plain_want.dq)) << "dq " << size;
-    EXPECT_LE(relative_l2(got.dk, want.dk), 1.5 * relative_l2(plain_got.dk, plain_want.dk)) << "dk " << size;
+    EXPECT_LE(relative_l2(got.dq, want.dq), dq) << "dq " << size;
+    EXPECT_LE(relative_l2(got.dk, want.dk), dk) << "dk " << size;
     EXPECT_TRUE(test::same_bits(got.dv, plain_got.dv)) << "dv " << size;
   }
+  Case alone = test::with_dlse(plain);
+  alone.dout = test::scaled(alone.dout, 0.0F);
+  const BackwardResult got = test::backward(alone, recipe);
+  const BackwardResult want = test::exact_gradients(alone);
+  EXPECT_LE(relative_l2(got.dq, want.dq), dq) << "dq without dO";
+  EXPECT_LE(relative_l2(got.dk, want.dk), dk) << "dk without dO";
+  EXPECT_TRUE(test::all_zero(got.dv)) << "dv without dO";
 }
 
 TEST_P(LseGradient, OfZeroIsThatOfNone) {
@@ -177,19 +186,6 @@ TEST_P(LseGradient, OfZeroIsThatOfNone) {
       EXPECT_TRUE(test::same_bits(got.dv, want.dv)) << "dv";
     }
   }
-}
-
-TEST_P(LseGradient, AloneIsAllOfDqAndDk) {
-  const Recipe& recipe = GetParam();
-  Case c = test::with_dlse(test::random_case(test::pack_self({70, 1}), {.heads = 2, .kv_heads = 1}));
-  c.dout = test::scaled(c.dout, 0.0F);
-  const BackwardResult got = test::backward(c, recipe);
-  const BackwardResult want = test::exact_gradients(c);
-  EXPECT_TRUE(test::all_zero(got.dv));
-  // Two roundings of half a unit each, of 4-bit codes with blocks' largest at the top of the range: 0.12 of a code's
-  // rms each, those of S and P besides; of the worst recipe twice that is seen.
-  EXPECT_LE(relative_l2(got.dq, want.dq), 0.4);
-  EXPECT_LE(relative_l2(got.dk, want.dk), 0.4);
 }
 
 TEST_P(LseGradient, C13_StridesAreTakenAsTheyCome) {
