@@ -8,7 +8,7 @@ export TIDY # Folders for clang-tidy, as src|tools; empty: all.
 peers = build/peers-venv
 build = cmake --preset $(1) && cmake --build --preset $(1) --parallel $(JOBS)
 
-.PHONY: help demo test lint format asan tsan neon coverage fuzz peers setup setup-dev setup-neon clean
+.PHONY: help demo test python lint format asan tsan neon coverage fuzz peers setup setup-dev setup-neon clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ test: setup-dev ## Sets up, builds, runs all tests
 
 coverage: test ## Tests, then line coverage of src (fails below 90 %); build/coverage/index.html
 	scripts/coverage.sh
+
+python: setup ## Installs the Python package into a new environment, build/python-venv; runs the README's example there
+	scripts/python.sh
 
 lint: setup-dev ## Formatters and linters, warnings as errors
 	scripts/lint.sh

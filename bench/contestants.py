@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 
-import figures
 import numpy as np
 import onnx
 import onnxruntime
 import torch
 import torch.nn.functional as functional
+
+import figures
 
 TUNING_CALLS = 3
 # Linux counts what a process was before exec into its peak: this one, with torch in it, is no parent for a measurement.

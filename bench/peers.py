@@ -100,8 +100,9 @@ def versions(options):
 
 
 def make_contestants(options):
-    import contestants
     import torch
+
+    import contestants
 
     peers = {
         "torch-fp32": lambda: contestants.Torch(torch.float32, options.threads),

@@ -16,12 +16,19 @@ function(mxflash_embed target symbol file)
   target_include_directories(${target} PRIVATE ${dir})
 endfunction()
 
-# The plotting library of the report: MXFLASH_PLOTLY_JS, by default the one that scripts/setup.sh installs in .venv.
-file(GLOB plotly_candidates ${PROJECT_SOURCE_DIR}/.venv/lib/python3*/site-packages/plotly/package_data/plotly.min.js)
-if(NOT plotly_candidates)
-  set(plotly_candidates ${PROJECT_SOURCE_DIR}/.venv/plotly.min.js)
+# The plotting library of the report: MXFLASH_PLOTLY_JS, by default that of the Python which builds the package, or the
+# one that scripts/setup.sh installs in .venv.
+set(plotly_python ${Python_EXECUTABLE})
+if(NOT plotly_python)
+  set(plotly_python ${PROJECT_SOURCE_DIR}/.venv/bin/python)
 endif()
-list(GET plotly_candidates 0 plotly_default)
+execute_process(
+  COMMAND ${plotly_python} -c "import importlib.util as i; print(i.find_spec('plotly').submodule_search_locations[0])"
+  OUTPUT_VARIABLE plotly_folder
+  OUTPUT_STRIP_TRAILING_WHITESPACE
+  ERROR_QUIET
+)
+set(plotly_default ${plotly_folder}/package_data/plotly.min.js)
 set(MXFLASH_PLOTLY_JS "${plotly_default}" CACHE FILEPATH "plotly.min.js to embed in the report")
 if(NOT EXISTS "${MXFLASH_PLOTLY_JS}")
   message(

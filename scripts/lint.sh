@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=${1:-check}
 jobs=$(nproc)
-tidy=${TIDY:-src|tools|tests|bench|examples} # The folders that clang-tidy reads.
+tidy=${TIDY:-src|tools|python|tests|bench|examples} # The folders that clang-tidy reads.
 
 files() { # files <folder>... -- <name>...: sorted, null-terminated
   local folders=() names=()
@@ -17,9 +17,9 @@ files() { # files <folder>... -- <name>...: sorted, null-terminated
   for name in "${@:2}"; do names+=(-o -name "$name"); done
   find "${folders[@]}" -type f \( "${names[@]}" \) -print0 | sort --zero-terminated
 }
-mapfile -d '' cpp < <(files include src tools tests bench examples -- '*.cpp' '*.hpp')
-mapfile -d '' cmake < <(files CMakeLists.txt cmake src tools tests bench examples -- CMakeLists.txt '*.cmake')
-mapfile -d '' python < <(files scripts tests examples bench -- '*.py')
+mapfile -d '' cpp < <(files include src tools python tests bench examples -- '*.cpp' '*.hpp')
+mapfile -d '' cmake < <(files CMakeLists.txt cmake src tools python tests bench examples -- CMakeLists.txt '*.cmake')
+mapfile -d '' python < <(files python scripts tests examples bench -- '*.py')
 mapfile -d '' shell < <(files scripts tests .ci -- '*.sh' run)
 echo "lint: ${#cpp[@]} C++, ${#cmake[@]} CMake, ${#python[@]} Python and ${#shell[@]} shell files"
 if [[ $mode == fix ]]; then

@@ -5,14 +5,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-packages=(make g++ cmake ninja-build libfmt-dev nlohmann-json3-dev libcli11-dev libthread-pool-dev libhwy-dev python3-venv)
+packages=(make g++ cmake ninja-build libfmt-dev nlohmann-json3-dev libcli11-dev libthread-pool-dev libhwy-dev python3-dev
+  python3-venv)
 requirements=(requirements.txt)
 arm64=()
 case "${1:-}" in
   "") ;;
   dev)
     packages+=(libgtest-dev libgmock-dev gcovr clang-19 clang-tidy-19 clang-format-19 libclang-rt-19-dev shellcheck)
-    requirements+=(requirements-dev.txt)
+    requirements+=(requirements-dev.txt requirements-python.txt)
     ;;
   neon)
     packages=(make cmake ninja-build g++-aarch64-linux-gnu qemu-user)
@@ -73,7 +74,9 @@ fi
 for file in "${requirements[@]}"; do
   if ! cmp --silent "$file" ".venv/$file"; then
     echo "setup: installing $file into .venv"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 3 --no-deps --requirement "$file"
+    deps=(--no-deps)
+    [[ $file != requirements-python.txt ]] || deps=()
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 3 "${deps[@]}" --requirement "$file"
     cp "$file" ".venv/$file"
   fi
 done

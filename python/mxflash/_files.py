@@ -30,5 +30,8 @@ def load(path: str | os.PathLike, framework: str = "numpy") -> tuple[dict[str, A
 
 def save(path: str | os.PathLike, tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
     """Writes a safetensors file, whole or not at all; the command line reads it."""
+    for name, text in (metadata or {}).items():
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise ValueError(f"metadata: {name!r}: {text!r} given, strings allowed")
     taken = {name: take(name, tensor) for name, tensor in tensors.items()}
     _native.save(os.fspath(path), taken, metadata or {})

@@ -41,9 +41,12 @@ def attention(
     backward, "exact" or "block" (None: the recipe's). deterministic: the CPU engines are in any case.
     seed: of stochastic rounding; None draws one from torch's generator where the recipe rounds so, and else takes 0.
 
-    The backward needs q, k and v alone, which is what is saved. A loss may use o, lse or both; create_graph=True
-    raises. Under autocast q, k and v take its type.
+    Under torch.compile a recipe of one's own goes as JSON text. Under autocast q, k and v take its type. The backward
+    needs q, k and v alone, which is what is saved. A loss may use o, lse or both; create_graph=True raises.
     """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
     text = recipe_text(recipe)
     left, right = mask_of(causal, window)
     if seed is None:
@@ -93,7 +96,6 @@ def _attention(
 @torch.library.custom_op("mxflash::attention_backward", mutates_args=())
 def _attention_backward(
     do: torch.Tensor | None,
-    dlse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -107,6 +109,8 @@ def _attention_backward(
     engine: str,
     causality: str | None,
     deterministic: bool,
+    # Last and with a default: torch keeps compiled graphs on disk that were made without it.
+    dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if do is None:
         do = q.new_zeros(()).expand(*q.shape[:2], v.shape[2])
@@ -138,7 +142,7 @@ def _(q, _k, v, *_):
 
 
 @_attention_backward.register_fake
-def _(_do, _dlse, q, k, v, *_):
+def _(_do, q, k, v, *_):
     # Contiguous, whatever the inputs' strides.
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -157,7 +161,7 @@ def _gradients(ctx, do, dlse):
     if do is None and dlse is None:
         return None, None, None, *nothing
     q, k, v, *rest = ctx.saved_tensors
-    return *torch.ops.mxflash.attention_backward(do, dlse, q, k, v, *rest, *ctx.rest), *nothing
+    return *torch.ops.mxflash.attention_backward(do, q, k, v, *rest, *ctx.rest, dlse), *nothing
 
 
 _attention.register_autograd(_gradients, setup_context=_save)

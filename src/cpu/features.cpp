@@ -49,10 +49,23 @@ bool has_vnni() {
   return has;
 }
 
+bool has_bf16() {
+  constexpr unsigned kBf16 = 1U << 5;
+  static const bool has = [] {
+    unsigned a = 0;
+    unsigned b = 0;
+    unsigned c = 0;
+    unsigned d = 0;
+    return has_vnni() && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & kBf16) != 0;
+  }();
+  return has;
+}
+
 }  // namespace mxflash::cpu
 #else
 namespace mxflash::cpu {
 bool has_amx() { return false; }
 bool has_vnni() { return false; }
+bool has_bf16() { return false; }
 }  // namespace mxflash::cpu
 #endif

@@ -7,5 +7,7 @@ namespace mxflash::cpu {
 bool has_amx();
 /// Whether the CPU has AVX-512 VNNI.
 bool has_vnni();
+/// Whether it has AVX-512 BF16 as well.
+bool has_bf16();
 
 }  // namespace mxflash::cpu

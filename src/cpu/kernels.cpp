@@ -25,21 +25,23 @@ void backward(const Plan& plan, const Item& item, const Backward& out, Workspace
 #if HWY_TARGET == HWY_AVX3
 
 /// Codes where a recipe's are small integers, values elsewhere.
-void forward_vnni(const Plan& plan, const Item& item, const Forward& out, Workspace& work, Counts& counts) {
+template <class Multiply>
+void forward_codes(const Plan& plan, const Item& item, const Forward& out, Workspace& work, Counts& counts) {
   if (plan.int8_scores && plan.int8_output) {
-    ForwardUnit<FmaMultiply, Int8Scores, Int8Output>(plan, item, work, counts).run(out);
+    ForwardUnit<Multiply, Int8Scores, Int8Output>(plan, item, work, counts).run(out);
   } else if (plan.int8_scores) {
-    ForwardUnit<FmaMultiply, Int8Scores, ValueOutput<FmaMultiply>>(plan, item, work, counts).run(out);
+    ForwardUnit<Multiply, Int8Scores, ValueOutput<Multiply>>(plan, item, work, counts).run(out);
   } else {
-    forward<FmaMultiply>(plan, item, out, work, counts);
+    forward<Multiply>(plan, item, out, work, counts);
   }
 }
 
-void backward_vnni(const Plan& plan, const Item& item, const Backward& out, Workspace& work, Counts& counts) {
+template <class Multiply>
+void backward_codes(const Plan& plan, const Item& item, const Backward& out, Workspace& work, Counts& counts) {
   if (plan.int8_scores) {
-    BackwardUnit<FmaMultiply, Int8Scores>(plan, item, work, counts).run(out);
+    BackwardUnit<Multiply, Int8Scores>(plan, item, work, counts).run(out);
   } else {
-    backward<FmaMultiply>(plan, item, out, work, counts);
+    backward<Multiply>(plan, item, out, work, counts);
   }
 }
 
@@ -68,7 +70,8 @@ Kernels kernels_of() {
 Kernels fma_kernels() { return kernels_of<FmaMultiply>(); }
 #if HWY_TARGET == HWY_AVX3
 Kernels amx_kernels() { return kernels_of<AmxMultiply>(); }
-Kernels vnni_kernels() { return {forward_vnni, backward_vnni, quantize}; }
+Kernels bf16_kernels() { return {forward_codes<DotMultiply>, backward_codes<DotMultiply>, quantize}; }
+Kernels vnni_kernels() { return {forward_codes<FmaMultiply>, backward_codes<FmaMultiply>, quantize}; }
 #endif
 
 }  // namespace
@@ -94,6 +97,8 @@ std::vector<InstructionSet> make_sets() {
 #if HWY_TARGETS & HWY_AVX3
   sets.push_back({"amx", "AMX tiles of BF16", "a CPU with AMX-BF16 and AVX-512, and a system that lets programs use it",
                   has_amx, false, N_AVX3::amx_kernels()});
+  sets.push_back({"avx512bf16", "int8 dot products of 4-bit codes, BF16 dot products elsewhere",
+                  "a CPU with AVX-512 BF16 and VNNI", has_bf16, false, N_AVX3::bf16_kernels()});
   sets.push_back({"avx512vnni", "int8 dot products of 4-bit codes, FP32 multiply-adds elsewhere",
                   "a CPU with AVX-512 VNNI", has_vnni, true, N_AVX3::vnni_kernels()});
   sets.push_back({"avx512", "FP32 multiply-adds, 16 lanes", "a CPU with AVX-512 (F, BW, CD, DQ, VL)", has<HWY_AVX3>,

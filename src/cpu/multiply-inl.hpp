@@ -1,5 +1,5 @@
-// C += sum over segments of A_s B_s, and the orders of operands that it takes. Two ways: FP32 multiply-adds with any
-// vector, and AMX tiles of BF16, in which every value of a quantized operand is exact.
+// C += sum over segments of A_s B_s, and the orders of operands that it takes. Three ways: FP32 multiply-adds with any
+// vector, and BF16, in which every value of a quantized operand is exact, with AMX tiles or AVX-512's dot products.
 #if defined(MXFLASH_CPU_MULTIPLY_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef MXFLASH_CPU_MULTIPLY_INL
 #undef MXFLASH_CPU_MULTIPLY_INL
@@ -112,11 +112,9 @@ struct FmaMultiply {
 
 #if HWY_TARGET == HWY_AVX3
 
-#define MXFLASH_AMX __attribute__((target("amx-tile,amx-bf16")))
-
 /// Operands in BF16. A is [k / 32][m][32], so that tiles are read in order, B is [k / 2][n][2]: rows in pairs.
 /// Subnormal operands count as zero.
-struct AmxMultiply {
+struct Bf16Operands {
   using Element = std::uint16_t;
 
   static HWY_INLINE VU pair_of(VF even, VF odd) {
@@ -168,7 +166,61 @@ struct AmxMultiply {
       to[i] = static_cast<Element>(__builtin_bit_cast(std::uint32_t, wide) >> 16);
     }
   }
+};
 
+#define MXFLASH_DOT __attribute__((target("avx512bf16")))
+
+struct DotMultiply : Bf16Operands {
+  static void begin() {}
+  static void end() {}
+
+  static void run(const Product& p) {
+    for (std::size_t n = 0; n < p.n; n += 2 * kLanes) {
+      for (std::size_t m = 0; m < p.m; m += kRows) panel(p, m, n);
+    }
+  }
+
+ private:
+  static constexpr std::size_t kRows = 8;  // Of 16 accumulators, beside two of B and one of A.
+
+  MXFLASH_DOT static HWY_INLINE __m512 dot(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+
+  MXFLASH_DOT static void panel(const Product& p, std::size_t m, std::size_t n) {
+    constexpr std::size_t kWords = kBlockSize / 2;  // Of a row of A in one panel of k.
+    __m512 low[kRows];
+    __m512 high[kRows];
+    float* c = p.c + m * p.n + n;
+    for (std::size_t r = 0; r < kRows; ++r) {
+      low[r] = p.initial != 0.0F ? _mm512_loadu_ps(c + r * p.n) : _mm512_setzero_ps();
+      high[r] = p.initial != 0.0F ? _mm512_loadu_ps(c + r * p.n + kLanes) : _mm512_setzero_ps();
+    }
+    for (std::size_t s = 0; s < p.segments; ++s) {
+      const auto* a = static_cast<const std::int32_t*>(p.a[s]) + m * kWords;
+      const auto* b = static_cast<const std::int32_t*>(p.b[s]) + n;
+      for (std::size_t k = 0; k < p.k; k += kBlockSize, a += p.m * kWords) {
+        for (std::size_t word = 0; word < kWords; ++word, b += p.n) {
+          const __m512i b_low = _mm512_loadu_si512(b);
+          const __m512i b_high = _mm512_loadu_si512(b + kLanes);
+          for (std::size_t r = 0; r < kRows; ++r) {
+            const __m512i pair = _mm512_set1_epi32(a[r * kWords + word]);
+            low[r] = dot(low[r], pair, b_low);
+            high[r] = dot(high[r], pair, b_high);
+          }
+        }
+      }
+    }
+    for (std::size_t r = 0; r < kRows; ++r) {
+      _mm512_storeu_ps(c + r * p.n, low[r]);
+      _mm512_storeu_ps(c + r * p.n + kLanes, high[r]);
+    }
+  }
+};
+
+#define MXFLASH_AMX __attribute__((target("amx-tile,amx-bf16")))
+
+struct AmxMultiply : Bf16Operands {
   /// The shape of all eight tiles: 16 rows of 64 bytes. Held by the thread until `end`.
   MXFLASH_AMX static void begin() {
     struct alignas(64) Shape {

@@ -18,8 +18,9 @@ import sys
 import tempfile
 import unittest
 
-import model
 import numpy as np
+
+import model
 
 PROGRAM = os.environ["MXFLASH_BINARY"]
 RELATIVE = 1e-6
