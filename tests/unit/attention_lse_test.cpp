@@ -47,6 +47,7 @@ class Loss {
  private:
   static std::vector<double> values(const Tensor& tensor) {
     std::vector<double> all;
+    all.reserve(static_cast<std::size_t>(tensor.elements()));
     for (std::int64_t i = 0; i < tensor.elements(); ++i) all.push_back(tensor.at(i));
     return all;
   }
