@@ -24,11 +24,14 @@ struct Problem {
 
 /// q [tokens_q, heads, head_dim], k [tokens_k, kv_heads, head_dim], v [tokens_k, kv_heads, value_dim],
 /// dout [tokens_q, heads, value_dim] (backward only). BF16, FP16 or FP32, all of one type; any strides.
+/// dlse [tokens_q, heads, 1], FP32, any strides (backward only): the gradient of the loss with respect to lse, the
+/// natural log, beside dout, which is that with respect to o; absent: zero.
 struct Inputs {
   TensorView q;
   TensorView k;
   TensorView v;
   std::optional<TensorView> dout;
+  std::optional<TensorView> dlse = std::nullopt;
 };
 
 /// Called from one thread at a time with the share that is done.

@@ -29,11 +29,20 @@ def mask_of(causal: bool, window: tuple[int | None, int | None] | None) -> Mask:
 
 
 def arguments_of(
-    q: Any, k: Any, v: Any, do: Any, cu_seqlens: Any, cu_seqlens_k: Any, mask: Mask, scale: float | None
+    q: Any,
+    k: Any,
+    v: Any,
+    do: Any,
+    cu_seqlens: Any,
+    cu_seqlens_k: Any,
+    mask: Mask,
+    scale: float | None,
+    dlse: Any = None,
 ) -> _native.Arguments:
     """The compiled part's view of one call."""
     arrays = [take(name, array) for name, array in (("q", q), ("k", k), ("v", v))]
-    arguments = _native.Arguments(*arrays, None if do is None else take("do", do))
+    gradients = [None if array is None else take(name, array) for name, array in (("do", do), ("dlse", dlse))]
+    arguments = _native.Arguments(*arrays, *gradients)
     arguments.documents(take_offsets("cu_seqlens", cu_seqlens), take_offsets("cu_seqlens_k", cu_seqlens_k))
     put(arguments, window=mask, scale=scale)
     return arguments
@@ -102,17 +111,19 @@ def attention_backward(
     scale: float | None = None,
     *,
     cu_seqlens_k: Any = None,
+    dlse: Any = None,
     **settings: Any,
 ) -> tuple[Any, Any, Any]:
     """Gradients (dq, dk, dv) of attention() for do, the gradient of o; each has its input's shape and type.
 
+    dlse: the gradient of the loss with respect to lse, float32 [tokens_q, heads], where the loss uses lse; None: zero.
     o and lse are attention()'s own; the CPU engines make both again from q, k and v, so None will do: where given,
     their shapes must be right. The rest as for attention().
     """
     for name, given, shape in (("o", o, (*q.shape[:2], *v.shape[2:])), ("lse", lse, tuple(q.shape[:2]))):
         if given is not None and tuple(given.shape) != shape:
             raise ValueError(f"{name}: shape {list(given.shape)} given, {list(shape)} allowed (attention's own result)")
-    arguments = arguments_of(q, k, v, do, cu_seqlens, cu_seqlens_k, mask_of(causal, window), scale)
+    arguments = arguments_of(q, k, v, do, cu_seqlens, cu_seqlens_k, mask_of(causal, window), scale, dlse)
     return _run(_native.backward, Framework(q), arguments, settings_of(recipe, **settings))
 
 
@@ -144,8 +155,9 @@ def exact_attention_backward(
     scale: float | None = None,
     *,
     cu_seqlens_k: Any = None,
+    dlse: Any = None,
     threads: int = 0,
 ) -> tuple[Any, Any, Any]:
-    """The gradients of exact_attention(), computed in float64: (dq, dk, dv), all float32."""
-    arguments = arguments_of(q, k, v, do, cu_seqlens, cu_seqlens_k, mask_of(causal, window), scale)
+    """The gradients of exact_attention(), computed in float64: (dq, dk, dv), all float32; dlse as in the other."""
+    arguments = arguments_of(q, k, v, do, cu_seqlens, cu_seqlens_k, mask_of(causal, window), scale, dlse)
     return _run(_native.exact_backward, Framework(q), arguments, settings_of(threads=threads))

@@ -42,8 +42,7 @@ def attention(
     seed: of stochastic rounding; None draws one from torch's generator where the recipe rounds so, and else takes 0.
 
     Under torch.compile a recipe of one's own goes as JSON text. Under autocast q, k and v take its type. The backward
-    needs q, k and v alone, which is what is saved. lse has no gradient: a loss that uses it raises, and so does
-    create_graph=True.
+    needs q, k and v alone, which is what is saved. A loss may use o, lse or both; create_graph=True raises.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -89,14 +88,14 @@ def _attention(
     causality: str | None,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = _arguments(q, k, v, None, cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale)
+    arguments = _arguments((q, k, v), cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale)
     o, lse = _native.forward(arguments, _settings(seed, recipe, engine, causality, deterministic))
     return torch.from_dlpack(o), torch.from_dlpack(lse)
 
 
 @torch.library.custom_op("mxflash::attention_backward", mutates_args=())
 def _attention_backward(
-    do: torch.Tensor,
+    do: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -110,16 +109,19 @@ def _attention_backward(
     engine: str,
     causality: str | None,
     deterministic: bool,
+    # Last and with a default: torch keeps compiled graphs on disk that were made without it.
+    dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    arguments = _arguments(q, k, v, do, cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale)
+    if do is None:
+        do = q.new_zeros(()).expand(*q.shape[:2], v.shape[2])
+    arguments = _arguments((q, k, v, do, dlse), cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale)
     gradients = _native.backward(arguments, _settings(seed, recipe, engine, causality, deterministic))
     dq, dk, dv = (torch.from_dlpack(gradient) for gradient in gradients)
     return dq, dk, dv
 
 
-def _arguments(q, k, v, do, cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale) -> _native.Arguments:
-    tensors = [tensor if tensor is None else tensor.detach() for tensor in (q, k, v, do)]
-    arguments = _native.Arguments(*tensors)
+def _arguments(tensors, cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale) -> _native.Arguments:
+    arguments = _native.Arguments(*(tensor if tensor is None else tensor.detach() for tensor in tensors))
     arguments.documents(cu_seqlens_q, cu_seqlens_k)
     arguments.window = (window_left, window_right)
     arguments.scale = scale
@@ -153,15 +155,13 @@ def _save(ctx, inputs, output):  # The names are torch's.
 
 
 def _gradients(ctx, do, dlse):
-    if dlse is not None:
-        raise RuntimeError("lse: used in the loss, which has no gradient through it; o alone, or lse.detach(), allowed")
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("create_graph: True given, False allowed (attention's gradients have no gradients)")
     nothing = (None,) * (3 + len(ctx.rest))
-    if do is None:
+    if do is None and dlse is None:
         return None, None, None, *nothing
     q, k, v, *rest = ctx.saved_tensors
-    return *torch.ops.mxflash.attention_backward(do, q, k, v, *rest, *ctx.rest), *nothing
+    return *torch.ops.mxflash.attention_backward(do, q, k, v, *rest, *ctx.rest, dlse), *nothing
 
 
 _attention.register_autograd(_gradients, setup_context=_save)

@@ -97,6 +97,22 @@ TensorView view_of(std::string_view name, const Array& array) {
   return view;
 }
 
+TensorView rows_view_of(std::string_view name, const Array& array) {
+  check_device(name, array);
+  if (dtype_of(array) != DType::f32) {
+    raise(invalid(fmt::format("{}: type {} given, float32 allowed", name, type_name(array))));
+  }
+  if (array.ndim() != 2) {
+    raise(invalid(fmt::format("{}: shape [{}] given, two dimensions [tokens, heads] allowed", name,
+                              fmt::join(shape_of(array), ", "))));
+  }
+  const auto* data = static_cast<const std::byte*>(array.data());
+  return {data,
+          DType::f32,
+          {static_cast<std::int64_t>(array.shape(0)), static_cast<std::int64_t>(array.shape(1)), 1},
+          {array.stride(0), array.stride(1), 1}};
+}
+
 Tensor copy_of(std::string_view name, const Array& array) {
   check_device(name, array);
   const std::optional<DType> dtype = dtype_of(array);

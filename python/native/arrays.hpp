@@ -32,6 +32,8 @@ T value_of(Result<T> result) {
 /// A view of [tokens, heads, dims] in the caller's memory. UINT16 stands for BF16 bits: numpy's arrays of ml_dtypes'
 /// bfloat16 come as such, which DLPack cannot carry.
 TensorView view_of(std::string_view name, const Array& array);
+/// The same of a float32 array [tokens, heads], as [tokens, heads, 1].
+TensorView rows_view_of(std::string_view name, const Array& array);
 /// A contiguous copy of any rank.
 Tensor copy_of(std::string_view name, const Array& array);
 

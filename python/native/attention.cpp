@@ -96,6 +96,7 @@ nb::tuple float64_backward(const Arguments& arguments, const Settings& settings)
 Call call_of(const Arguments& arguments) {
   Inputs inputs{view_of("q", arguments.q), view_of("k", arguments.k), view_of("v", arguments.v), std::nullopt};
   if (arguments.dout) inputs.dout = view_of("do", *arguments.dout);
+  if (arguments.dlse) inputs.dlse = rows_view_of("dlse", *arguments.dlse);
   Problem problem{packing_of(arguments.offsets, inputs.q.tokens(), inputs.k.tokens()),
                   Mask::window(bound_of(arguments.window.first), bound_of(arguments.window.second)), arguments.scale};
   return {std::move(problem), inputs};
@@ -105,10 +106,11 @@ void bind_attention(nb::module_& module) {
   nb::class_<Arguments>(module, "Arguments", "The arrays of one call; nothing is copied.")
       .def(
           "__init__",
-          [](Arguments* self, Array q, Array k, Array v, std::optional<Array> dout) {
-            new (self) Arguments{std::move(q), std::move(k), std::move(v), std::move(dout), {}, {}, std::nullopt};
+          [](Arguments* self, Array q, Array k, Array v, std::optional<Array> dout, std::optional<Array> dlse) {
+            new (self) Arguments{std::move(q),    std::move(k), std::move(v), std::move(dout),
+                                 std::move(dlse), {},           {},           std::nullopt};
           },
-          nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("do") = nb::none())
+          nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("do") = nb::none(), nb::arg("dlse") = nb::none())
       .def(
           "documents",
           [](Arguments& self, std::optional<Array> q, std::optional<Array> k) {

@@ -15,6 +15,7 @@ struct Arguments {
   Array k;
   Array v;
   std::optional<Array> dout;
+  std::optional<Array> dlse;
   Offsets offsets;
   /// (left, right) in keys, None: no bound.
   std::pair<std::optional<std::int64_t>, std::optional<std::int64_t>> window;

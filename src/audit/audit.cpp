@@ -241,6 +241,7 @@ class Auditor {
       copy_rows(original_.k, document.k_begin, document.k_length, cu_k.back(), tensors.k);
       copy_rows(original_.v, document.k_begin, document.k_length, cu_k.back(), tensors.v);
       if (tensors.dout) copy_rows(*original_.dout, document.q_begin, document.q_length, cu_q.back(), *tensors.dout);
+      if (tensors.dlse) copy_rows(*original_.dlse, document.q_begin, document.q_length, cu_q.back(), *tensors.dlse);
       cu_q.push_back(cu_q.back() + static_cast<std::int32_t>(document.q_length));
       cu_k.push_back(cu_k.back() + static_cast<std::int32_t>(document.k_length));
     }

@@ -111,12 +111,14 @@ std::string_view to_string(Target target) {
 InputTensors InputTensors::copy(const Inputs& inputs) {
   InputTensors tensors{copy_of(inputs.q), copy_of(inputs.k), copy_of(inputs.v), std::nullopt};
   if (inputs.dout) tensors.dout = copy_of(*inputs.dout);
+  if (inputs.dlse) tensors.dlse = copy_of(*inputs.dlse);
   return tensors;
 }
 
 Inputs InputTensors::inputs() const {
   Inputs inputs{view_of(q), view_of(k), view_of(v), std::nullopt};
   if (dout) inputs.dout = view_of(*dout);
+  if (dlse) inputs.dlse = view_of(*dlse);
   return inputs;
 }
 
@@ -143,6 +145,7 @@ void perturb(InputTensors& tensors, const Problem& problem, const Cell& cell, Ta
   if (wants(Target::k)) change(tensors.k, keys, kind, random);
   if (wants(Target::v)) change(tensors.v, keys, kind, random);
   if (wants(Target::dout) && tensors.dout) change(*tensors.dout, queries, kind, random);
+  if (wants(Target::dout) && tensors.dlse) change(*tensors.dlse, queries, kind, random);
 }
 
 void perturb_document(InputTensors& tensors, const Problem& problem, std::int64_t document, Perturbation kind,
@@ -154,6 +157,7 @@ void perturb_document(InputTensors& tensors, const Problem& problem, std::int64_
   change(tensors.k, keys, kind, random);
   change(tensors.v, keys, kind, random);
   if (tensors.dout) change(*tensors.dout, queries, kind, random);
+  if (tensors.dlse) change(*tensors.dlse, queries, kind, random);
 }
 
 }  // namespace mxflash

@@ -9,18 +9,19 @@
 
 namespace mxflash {
 
-/// Owning copies of q, k, v and, if given, dO. Precondition of inputs(): none of the tensors is resized after.
+/// Owning copies of q, k, v and, if given, dO and dLSE. Precondition of inputs(): none of the tensors is resized after.
 struct InputTensors {
   Tensor q;
   Tensor k;
   Tensor v;
   std::optional<Tensor> dout;
+  std::optional<Tensor> dlse = std::nullopt;
 
   static InputTensors copy(const Inputs& inputs);
   [[nodiscard]] Inputs inputs() const;
 };
 
-/// Which tensors a probe changes.
+/// Which tensors a probe changes; dLSE with dO.
 enum class Target : std::uint8_t { all, q, k, v, dout };
 std::string_view to_string(Target target);
 

@@ -172,6 +172,7 @@ class BackwardUnit : private Unit {
       weigh_tile(rule_at(tile), tile, scores(index), CountsSink{scores(index)}, rows_);
     }
     measured_ = -1;
+    load_lse_gradients(place);
     note_nan(place);
     take_sums(place);
     differentiate(block);
@@ -239,12 +240,24 @@ class BackwardUnit : private Unit {
     put_pairs(plan_.dout_dv, dv_, tokens, dout_exponent_, out);
   }
 
+  /// dLSE of the block, and which of it are NaN or Inf.
+  void load_lse_gradients(const TokenPlace& place) {
+    if (plan_.dlse == nullptr) return;
+    load_tokens(*plan_.dlse, place.first, static_cast<std::int64_t>(place.count), place.head, dlse_);
+    for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
+      const bool finite = lane < place.count && __builtin_fabsf(dlse_[lane]) <= 3.40282347e38F;
+      dlse_poisoned_[lane] = lane < place.count && !finite ? 1 : 0;
+      dlse_[lane] = finite ? HWY_MAX(HWY_MIN(dlse_[lane], kHeld), -kHeld) : 0.0F;
+    }
+  }
+
   /// Rows whose P or dS is NaN, and the keys that they reach. Such rows take no part in anything else.
   void note_nan(const TokenPlace& place) {
     for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
       const bool sees = lane < place.count && sees_any(lane);
       const bool p = sees && (q_poisoned_[lane] != 0 || sees_poisoned(k_bad(), lane));
-      const bool ds = sees && (p || dout_poisoned_[lane] != 0 || sees_poisoned(v_bad(), lane));
+      const bool ds =
+          sees && (p || dout_poisoned_[lane] != 0 || dlse_poisoned_[lane] != 0 || sees_poisoned(v_bad(), lane));
       p_nan_[lane] = p ? 1 : 0;
       ds_nan_[lane] = ds ? 1 : 0;
       if (!ds) continue;
@@ -315,6 +328,20 @@ class BackwardUnit : private Unit {
           const VF difference = hn::Sub(hn::Load(kF, at_key), d);
           hn::Store(hn::Mul(hn::Mul(w, difference), scale), kF, at_key);
         }
+      }
+      if (plan_.dlse != nullptr) add_lse_gradients(scores(index), ds);
+    }
+  }
+
+  /// dS += scale w dLSE: after the scaling, since dP and D may be in units of a scale that dLSE does not have.
+  void add_lse_gradients(const float* weights, float* ds) const {
+    for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+      const VF dlse = hn::LoadU(kF, dlse_ + lane);
+      const VF scale = hn::LoadU(kF, ds_scale_ + lane);
+      for (std::size_t key = 0; key < kBlockSize; ++key) {
+        const std::size_t at = key * kBlockSize + lane;
+        const VF change = hn::Mul(hn::Mul(hn::Load(kF, weights + at), dlse), scale);
+        hn::Store(hn::Add(hn::Load(kF, ds + at), change), kF, ds + at);
       }
     }
   }
@@ -540,6 +567,8 @@ class BackwardUnit : private Unit {
   std::int64_t measured_ = -1;  ///< Which 128 keys row_level_ is of.
   float sum_[kBlockSize] = {};
   float ds_scale_[kBlockSize] = {};
+  float dlse_[kBlockSize] = {};
+  std::int32_t dlse_poisoned_[kBlockSize] = {};
 };
 
 }  // namespace mxflash::cpu::HWY_NAMESPACE

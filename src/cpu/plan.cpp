@@ -75,6 +75,7 @@ Plan make_plan(const Problem& problem, const Recipe& recipe, const Inputs& input
     plan.dout_dv = token_operand(*inputs.dout, recipe.dv.tokens, false, Stream::dout_dv);
     plan.k_dq = token_operand(inputs.k, recipe.dq.tokens, rotation.on, Stream::k_dq);
     plan.k_dq_cut = token_operand(inputs.k, k_cut, rotation.on, Stream::k_dq);
+    if (inputs.dlse) plan.dlse = &*inputs.dlse;
     plan.q_dk = token_operand(inputs.q, recipe.dk.tokens, rotation.on, Stream::q_dk);
     operands.insert(operands.end(), {{&plan.dout_dp, Side::query},
                                      {&plan.v_dp, Side::key},

@@ -15,7 +15,8 @@ namespace mxflash::cpu {
 /// second level.
 inline constexpr std::int64_t kStripBlocks = kStrip / kBlock;
 
-/// Logits and dP beyond this are held at it: FP32 has no room for more, and Inf would be NaN under a masked weight.
+/// Logits, dP and dLSE beyond this are held at it: FP32 has no room for more, and Inf would be NaN under a masked
+/// weight.
 inline constexpr float kHeld = 1e38F;
 
 struct TokenOperand {
@@ -41,6 +42,7 @@ struct Plan {
 
   TokenOperand q_s, k_s, v_o, v_o_cut;
   TokenOperand dout_dp, v_dp, dout_dv, k_dq, k_dq_cut, q_dk;
+  const TensorView* dlse = nullptr;  ///< [tokens, heads, 1]; none: zero.
 
   // Operands of one tensor that have the same codes.
   bool k_shared = false;     ///< k_s and k_dq.
@@ -55,7 +57,7 @@ struct Plan {
   bool has_dq_cut = false;
 
   float logit_factor = 1;    ///< Dot product of codes to base-2 logit.
-  float softmax_factor = 1;  ///< w (dP - D) to dS.
+  float softmax_factor = 1;  ///< w (dP - D + dLSE) to dS.
   float dp_factor = 1;       ///< Tensor-wide scales that remain in dP, O, dV, dQ and dK.
   float o_factor = 1;
   float dv_factor = 1;

@@ -44,6 +44,10 @@ void load_row(const TensorView& tensor, std::int64_t token, std::int64_t head, f
   for (std::int64_t d = 0; d < tensor.dims(); ++d) row[d] = tensor.at(token, head, d);
 }
 
+void load_tokens(const TensorView& tensor, std::int64_t token, std::int64_t count, std::int64_t head, float* values) {
+  for (std::int64_t i = 0; i < count; ++i) values[i] = tensor.at(token + i, head, 0);
+}
+
 void convert_row(DType dtype, const float* row, std::int64_t count, std::byte* data, std::int64_t offset) {
   const auto size = static_cast<std::int64_t>(size_of(dtype));
   for (std::int64_t i = 0; i < count; ++i) store_element(data + (offset + i) * size, dtype, row[i]);

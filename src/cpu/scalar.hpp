@@ -35,6 +35,9 @@ void second_levels(int count, const float* maxima, std::int32_t* exponents);
 /// One row of any type and strides, widened.
 void load_row(const TensorView& tensor, std::int64_t token, std::int64_t head, float* row);
 
+/// An element of every token in [token, token + count) of a head, of any strides; a [tokens, heads, 1] tensor.
+void load_tokens(const TensorView& tensor, std::int64_t token, std::int64_t count, std::int64_t head, float* values);
+
 /// To any type, from element `offset` on; NaN stays NaN.
 void convert_row(DType dtype, const float* row, std::int64_t count, std::byte* data, std::int64_t offset);
 

@@ -74,8 +74,19 @@ Status check_backward_arguments(const Problem& problem, const Inputs& inputs, co
   if (Status status = check_arguments(problem, inputs, options); !status.ok()) return status;
   if (!inputs.dout) return invalid("do: none given, the gradient of o [tokens_q, heads, value_dim] allowed");
   if (Status status = check_type("do", *inputs.dout, inputs.q.dtype); !status.ok()) return status;
-  return check_shape("do", *inputs.dout, {inputs.q.tokens(), inputs.q.heads(), inputs.v.dims()},
-                     "[q's tokens, q's heads, v's value_dim]");
+  if (Status status = check_shape("do", *inputs.dout, {inputs.q.tokens(), inputs.q.heads(), inputs.v.dims()},
+                                  "[q's tokens, q's heads, v's value_dim]");
+      !status.ok() || !inputs.dlse) {
+    return status;
+  }
+  if (inputs.dlse->dtype != DType::f32) {
+    return invalid(fmt::format("dlse: type {} given, F32 allowed (lse's)", name_of(inputs.dlse->dtype)));
+  }
+  const auto& [tokens, heads, dims] = inputs.dlse->shape;
+  if (tokens == inputs.q.tokens() && heads == inputs.q.heads() && dims == 1) return {};
+  // Files and arrays have two dimensions.
+  return invalid(fmt::format("dlse: shape [{}, {}{}] given, [{}, {}] allowed ([q's tokens, q's heads])", tokens, heads,
+                             dims == 1 ? "" : fmt::format(", {}", dims), inputs.q.tokens(), inputs.q.heads()));
 }
 
 Status check_recipe(const Recipe& recipe, const Inputs& inputs) {

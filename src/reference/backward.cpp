@@ -23,7 +23,18 @@ struct BackwardRows {
   Rows k;
   Rows k_cut;
   Rows q;
+  std::vector<double> dlse;  ///< By query: 0 where there is none, NaN where it is poisoned.
 };
+
+std::vector<double> lse_gradients(const std::optional<TensorView>& dlse, const Document& document, std::int64_t head) {
+  std::vector<double> values(static_cast<std::size_t>(document.q_length));
+  if (!dlse) return values;
+  for (std::int64_t query = 0; query < document.q_length; ++query) {
+    const float value = dlse->at(document.q_begin + query, head, 0);
+    values[static_cast<std::size_t>(query)] = std::isfinite(value) ? value : std::numeric_limits<double>::quiet_NaN();
+  }
+  return values;
+}
 
 int largest_exponent(const Rows& rows) {
   std::optional<int> largest;
@@ -56,7 +67,7 @@ struct KeyGradients {
 };
 
 struct Scales {
-  double softmax = 1;  ///< dS = softmax w (dP - D); logits = softmax log2(e) q . k
+  double softmax = 1;  ///< dS = softmax w (dP - D + dLSE); logits = softmax log2(e) q . k
   Rotation rotation;
 };
 
@@ -71,6 +82,7 @@ std::vector<double> score_gradients(const Strip& strip, const Probabilities& p, 
     for (std::int64_t key = range.begin; key < range.end; ++key) {
       delta += p.normalized[strip.at(query, key)] * ds[strip.at(query, key)];
     }
+    delta -= rows.dlse[static_cast<std::size_t>(query)];
     for (std::int64_t key = range.begin; key < range.end; ++key) {
       const std::size_t at = strip.at(query, key);
       ds[at] = p.normalized[at] * (ds[at] - delta) * scale;
@@ -91,7 +103,8 @@ void add_transposed_product(const Strip& strip, const std::vector<double>& weigh
 }
 
 /// Power-of-two prescales that keep an FP16 dQ below 2^14, by query, from
-/// |dQ_i| <= 2 scale |dO_i|_2 max |V_j|_2 max |K_j|_inf, the maxima over all keys or over those up to the query's last.
+/// |dQ_i| <= scale (2 |dO_i|_2 max |V_j|_2 + |dLSE_i|) max |K_j|_inf, the maxima over all keys or over those up to the
+/// query's last.
 class DqPrescale {
  public:
   DqPrescale(const Strip& strip, const Recipe& recipe, const BackwardRows& rows, double scale) : recipe_(recipe) {
@@ -105,26 +118,31 @@ class DqPrescale {
       }
     }
     running_.push_back(0);
+    running_k_.push_back(0);
     double v_max = 0;
     double k_max = 0;
     for (std::int64_t key = 0; key < keys; ++key) {
       v_max = std::fmax(v_max, std::sqrt(v_norm[static_cast<std::size_t>(key)]));
       k_max = std::fmax(k_max, std::fmax(largest(rows.k, key), largest(rows.k_cut, key)));
       running_.push_back(2 * std::fabs(scale) * v_max * k_max);
+      running_k_.push_back(std::fabs(scale) * k_max);
     }
     for (std::int64_t query = 0; query < strip.document.q_length; ++query) {
       double norm = 0;
       for (std::int64_t d = 0; d < dims; ++d) norm += rows.dout_dp.row(query)[d] * rows.dout_dp.row(query)[d];
       dout_norm_.push_back(std::sqrt(norm));
       largest_dout_ = std::fmax(largest_dout_, dout_norm_.back());
+      dlse_.push_back(std::fabs(rows.dlse[static_cast<std::size_t>(query)]));
+      largest_dlse_ = std::fmax(largest_dlse_, dlse_.back());
     }
   }
 
   [[nodiscard]] int exponent(const Strip& strip, std::int64_t query) const {
     const bool causal = recipe_.dq_accumulation == DqAccumulation::f16_causal;
-    const double bound =
-        causal ? dout_norm_[static_cast<std::size_t>(query)] * running_[static_cast<std::size_t>(strip.sees(query).end)]
-               : largest_dout_ * running_.back();
+    const auto row = static_cast<std::size_t>(query);
+    const auto end = static_cast<std::size_t>(strip.sees(query).end);
+    const double bound = causal ? dout_norm_[row] * running_[end] + dlse_[row] * running_k_[end]
+                                : largest_dout_ * running_.back() + largest_dlse_ * running_k_.back();
     if (!(bound > 0) || std::isinf(bound)) return 0;
     return 14 - static_cast<int>(std::ceil(std::log2(bound)));
   }
@@ -137,9 +155,12 @@ class DqPrescale {
   }
 
   const Recipe& recipe_;
-  std::vector<double> running_;
+  std::vector<double> running_;    ///< 2 scale max |V_j|_2 max |K_j|_inf
+  std::vector<double> running_k_;  ///< scale max |K_j|_inf
   std::vector<double> dout_norm_;
+  std::vector<double> dlse_;
   double largest_dout_ = 0;
+  double largest_dlse_ = 0;
 };
 
 /// dQ of one query: key tiles of 128 in rising order, added in double or, prescaled, in FP16.
@@ -262,8 +283,9 @@ Result<BackwardResult> backward(const Problem& problem, const Recipe& recipe, co
         HeadBackward work(recipe, document, problem.mask, scales);
         for (std::int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
           std::vector<double> dq(static_cast<std::size_t>(document.q_length * inputs.q.dims()));
-          work.run(forward_rows(*operands, recipe, document, head, kv_head),
-                   backward_rows(*operands, recipe, document, head, kv_head),
+          BackwardRows rows = backward_rows(*operands, recipe, document, head, kv_head);
+          rows.dlse = lse_gradients(inputs.dlse, document, head);
+          work.run(forward_rows(*operands, recipe, document, head, kv_head), rows,
                    {options.seed, static_cast<std::uint64_t>(Stream::ds), head}, sums, dq);
           store_rows(dq, document.q_begin, head, result.dq);
         }

@@ -77,9 +77,11 @@ void backward_head(const Problem& problem, const Inputs& inputs, const Document&
                    std::vector<double>& dk, std::vector<double>& dv, Tensor& dq) {
   const ExactHead exact(problem, inputs, document, head);
   const Rows dout = load(*inputs.dout, document.q_begin, document.q_length, head);
+  Rows dlse;
+  if (inputs.dlse) dlse = load(*inputs.dlse, document.q_begin, document.q_length, head);
   for (std::int64_t query = 0; query < document.q_length; ++query) {
     const ExactRow row = exact.row(query, visible_keys(document, problem.mask, query));
-    double delta = 0;
+    double delta = inputs.dlse ? -dlse.row(query)[0] : 0;
     for (std::int64_t d = 0; d < dout.dims; ++d) delta += dout.row(query)[d] * row.o[static_cast<std::size_t>(d)];
     std::vector<double> dq_row(static_cast<std::size_t>(exact.q.dims));
     for (std::int64_t key = row.range.begin; key < row.range.end; ++key) {

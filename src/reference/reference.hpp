@@ -11,7 +11,7 @@
 //   O_i  = sum_j P_ij v_j / l_i                     v: V without e_j
 //   LSE_i = ln 2 (m_i + log2 l_i)
 // and backwards, with w_ij = 2^-e_j P_ij / l_i:
-//   dP_ij = dO_i . V_j,  D_i = sum_j w_ij dP_ij,  dS_ij = scale w_ij (dP_ij - D_i)
+//   dP_ij = dO_i . V_j,  D_i = sum_j w_ij dP_ij,  dS_ij = scale w_ij (dP_ij - D_i + dLSE_i)
 //   dV_j = sum_i quantize(w_ij) dO_i,  dQ_i = sum_j quantize(dS_ij) K_j,  dK_j = sum_i quantize(dS_ij) Q_i
 #pragma once
 

@@ -66,6 +66,8 @@ class Refusals(command_line.CommandLineTest):
         for name in ["q", "k", "v", "do"]:
             with self.subTest(name=name):
                 self.changed([f"mxflash: {name}: ", "I32", "BF16"], **{name: full("I32", [48, 1, 32], 0)})
+        self.changed(["mxflash: dlse: ", "BF16", "F32"], dlse=normal("BF16", [48, 2], 5))
+        self.changed(["mxflash: dlse: ", "I32", "F32"], dlse=full("I32", [48, 2], 0))
         self.changed(["F32", "BF16"], k=normal("F32", [48, 1, 32], 2))
 
     def test_wrong_shapes(self):
@@ -76,6 +78,13 @@ class Refusals(command_line.CommandLineTest):
         self.changed(["do"], do=normal("BF16", [48, 2, 40], 4))
         self.changed(["do"], do=normal("BF16", [48, 1, 32], 4))
         self.changed(["do"], do=normal("BF16", [47, 2, 32], 4))
+        for shape in [[47, 2], [48, 1], [48], [48, 2, 1]]:
+            self.changed(["mxflash: dlse: ", str(shape), "allowed"], dlse=normal("F32", shape, 5))
+
+    def test_dlse_without_do(self):
+        tensors = {**capture(), "dlse": normal("F32", [48, 2], 5)}
+        del tensors["do"]
+        self.both(self.write(tensors), ["mxflash: dlse: ", "do"])
 
     def test_c10_head_dims_out_of_range(self):
         for head_dim in [4, 12, 264]:

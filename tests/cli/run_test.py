@@ -114,6 +114,25 @@ class Run(command_line.CommandLineTest):
         self.assertIn("do", result["backward"]["reason"])
         self.assertEqual(set(result["accuracy"]), {"o"})
 
+    def test_dlse_adds_to_dq_and_dk(self):
+        tensors = capture(heads=4, kv_heads=2, cu=[0, 7, 48])
+        self.succeed("run", self.write(tensors), "--engine", "reference", "--out", self.path("none"))
+        none = read_safetensors(self.path("none"))[0]
+        # Thirty times dO: without it in the truth or in the engine, cosines of dQ and dK would be near 0.
+        tensors["dlse"] = normal("F32", [48, 4], 5)
+        tensors["dlse"].values = [30 * value for value in tensors["dlse"].values]
+        source = self.write(tensors)
+        for engine in ["auto", "reference"]:
+            result = self.results("run", source, "--engine", engine, "--check", "--out", self.path("some"))
+            for name, accuracy in result["accuracy"].items():
+                self.assertGreater(accuracy["cosine"], 0.99, (engine, name))
+        some = read_safetensors(self.path("some"))[0]
+        self.assertEqual(some["dv"].values, none["dv"].values)
+        self.assertNotEqual(some["dk"].values, none["dk"].values)
+        tensors["dlse"] = full("F32", [48, 4], 0.0)
+        self.succeed("run", self.write(tensors), "--engine", "reference", "--out", self.path("zero"))
+        self.succeed("compare", self.path("zero"), self.path("none"))
+
     def test_inference_recipe_says_why_there_are_no_gradients(self):
         source = self.write(capture(head_dim=128))
         result = self.results("run", source, "--recipe", "mxattention", "--out", self.path("out"))

@@ -283,6 +283,7 @@ class Head:
     k: Sequence
     v: Sequence
     dout: Sequence | None
+    dlse: np.ndarray
 
     def forward(self):
         recipe, visible, seed = self.recipe, self.visible, self.seed
@@ -326,10 +327,11 @@ class Head:
         recipe, visible, seed = self.recipe, self.visible, self.seed
         dout = self.dout.tokens(recipe, "dp", "left", seed)
         v = self.v.tokens(recipe, "dp", "right", seed)
-        grad_poison = self.sees & (self.o_poison | self.dout.poisoned)
+        grad_poison = self.sees & (self.o_poison | self.dout.poisoned | ~np.isfinite(self.dlse))
+        self.dlse = np.where(np.isfinite(self.dlse), self.dlse, 0)
         dp = dout.whole @ v.whole.T
         d = (self.w * dp).sum(1)
-        ds = np.where(visible & ~grad_poison[:, None], self.scale * self.w * (dp - d[:, None]), 0)
+        ds = np.where(visible & ~grad_poison[:, None], self.scale * self.w * (dp - (d - self.dlse)[:, None]), 0)
 
         dv_poison = self.row_poison | (self.sees & self.dout.poisoned)
         dv = self.value_gradient(np.where(dv_poison[:, None], 0, self.w))
@@ -402,11 +404,13 @@ class Head:
         norm_dout = np.linalg.norm(dout.whole, axis=1)
         rows, keys = self.visible.shape
         if self.recipe["dq_accumulation"] == "f16_sequence":
-            bound = np.full(rows, norm_dout.max(initial=0) * norm_v.max(initial=0) * norm_k.max(initial=0))
+            bound = 2 * norm_dout.max(initial=0) * norm_v.max(initial=0) + np.abs(self.dlse).max(initial=0)
+            bound = np.full(rows, bound * norm_k.max(initial=0))
         else:
             last = np.where(self.sees, keys - 1 - np.argmax(self.visible[:, ::-1], 1), 0)
-            bound = norm_dout * np.maximum.accumulate(norm_v)[last] * np.maximum.accumulate(norm_k)[last]
-        bound = 2 * abs(self.scale) * bound
+            bound = 2 * norm_dout * np.maximum.accumulate(norm_v)[last] + np.abs(self.dlse)
+            bound = bound * np.maximum.accumulate(norm_k)[last]
+        bound = abs(self.scale) * bound
         p = 14 - np.ceil(np.log2(np.where(bound > 0, bound, 1))).astype(int)
         total = np.zeros((rows, terms[0][1].shape[1]))
         for begin in range(0, keys, 128):
@@ -462,7 +466,10 @@ def with_exact_causality(recipe):
 
 
 def attention(recipe, inputs, left=None, right=0, seed=0, scale=None):
-    """o, lse and, with `do` and a recipe that has a backward, dq, dk, dv as float64 arrays; None is no bound."""
+    """o, lse and, with `do` (and `dlse`, or none) and a recipe that has a backward, dq, dk, dv as float64 arrays.
+
+    left, right: None is no bound.
+    """
     dims = inputs["q"].shape[-1]
     scale = 1 / math.sqrt(dims) if scale is None else float(np.float32(scale))
     rotated = recipe["hadamard"] == "required" or (recipe["hadamard"] == "at_128" and dims == 128)
@@ -483,6 +490,7 @@ def attention(recipe, inputs, left=None, right=0, seed=0, scale=None):
         return Sequence(rows[name][part, head], poisoned[name][part, head], maximum[name], head)
 
     heads, kv_heads = rows["q"].shape[1], rows["k"].shape[1]
+    dlse = np.asarray(inputs.get("dlse", np.zeros(rows["q"].shape[:2])), np.float64)
     out = {"o": np.zeros((*rows["q"].shape[:2], rows["v"].shape[2])), "lse": np.zeros(rows["q"].shape[:2])}
     if with_gradients:
         out |= {"dq": np.zeros_like(rows["q"]), "dk": np.zeros_like(rows["k"]), "dv": np.zeros_like(rows["v"])}
@@ -499,6 +507,7 @@ def attention(recipe, inputs, left=None, right=0, seed=0, scale=None):
                 sequence("k", k0, k1, kv),
                 sequence("v", k0, k1, kv),
                 sequence("do", q0, q1, h) if with_gradients else None,
+                dlse[q0:q1, h],
             )
             out["o"][q0:q1, h], out["lse"][q0:q1, h] = one.forward()
             if with_gradients:

@@ -91,6 +91,16 @@ def run_program(arguments):
     return done.stdout
 
 
+def with_dlse(inputs, poisoned=()):
+    """The same with a gradient of lse, some rows' a hundred times that of others; NaN and Inf at (token, head)."""
+    generator = np.random.default_rng(11)
+    shape = inputs["q"].shape[:2]
+    dlse = 3 * generator.standard_normal(shape) * 10.0 ** generator.integers(-1, 2, shape)
+    for place, value in poisoned:
+        dlse[place] = value
+    return {**inputs, "dlse": dlse.astype(np.float32)}
+
+
 RECIPES = {recipe["name"]: recipe for recipe in json.loads(run_program(["recipes", "--json", "-"]))}
 SEQUENCES = [(1, 1), (33, 33), (70, 70), (150, 150)]
 CASES = {
@@ -100,6 +110,15 @@ CASES = {
     "full-64": (make_inputs([(70, 150)], 64, 32, 2, 1, seed=4, dout_scale=1e-7), FULL),
     "window": (make_inputs([(1, 1), (150, 70), (70, 150)], 32, 40, 3, 1, seed=5), (40, 0)),
     "window-ahead": (make_inputs([(33, 33), (150, 150)], 32, 24, 2, 1, seed=6), (50, 20)),
+    "dlse": (with_dlse(make_inputs([(1, 1), (70, 33), (150, 150)], 64, 40, 4, 2, seed=8)), CAUSAL),
+    # Of the second, the first 37 queries see no key.
+    "dlse-poisoned": (
+        with_dlse(
+            make_inputs([(40, 40), (70, 33), (60, 150)], 128, 64, 2, 1, seed=9),
+            [((17, 0), np.nan), ((45, 1), np.inf), ((105, 0), -np.inf), ((120, 1), np.nan)],
+        ),
+        CAUSAL,
+    ),
     "poisoned": (poison(make_inputs([(50, 50), (70, 40), (40, 70), (150, 150)], 64, 40, 2, 1, seed=7)), CAUSAL),
 }
 
@@ -216,7 +235,8 @@ class OfOnesOwn(ModelTest):
     def test_fp16_accumulation(self):
         for kind in ("f16_sequence", "f16_causal"):
             for base in ("mxfp8", "mxfp4-diagonal", "bf16"):
-                self.compare_changed(base, ["full", "window", "poisoned"], dq_accumulation=kind)
+                cases = ["full", "window", "dlse", "dlse-poisoned", "poisoned"]
+                self.compare_changed(base, cases, dq_accumulation=kind)
 
     def test_mitchell(self):
         self.compare_changed("mxattention", ["causal", "rotated", "window-ahead"], exponential="mitchell")

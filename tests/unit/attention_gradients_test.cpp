@@ -198,15 +198,17 @@ class Documented {
     double delta_error = dp_noise;
     for (std::size_t j = 0; j < w.size(); ++j) delta_error += weight_error(w[j]) * std::fabs(dp[j] - delta);
 
+    const double dlse = case_.dlse ? case_.dlse->at(token * q_.heads + head) : 0.0;
+    const double noise = dp_noise + fp32_noise() * std::fabs(dlse);
     const double own = rounding_bound(recipe_.dv.weights).relative;
     const double of_ds = rounding_bound(recipe_.dq.weights).relative;
     for (std::size_t j = 0; j < w.size(); ++j) {
       const std::int64_t key = document.k_begin + range.begin + static_cast<std::int64_t>(j);
       const double error = weight_error(w[j]);
       dv_.add(key, kv_head, w[j], error + own * (w[j] + error), dout_dv_.row(token, head));
-      const double ds = scale_ * w[j] * (dp[j] - delta);
-      const double before =
-          scale_ * ((w[j] + error) * delta_error + error * std::fabs(dp[j] - delta) + w[j] * dp_noise);
+      const double difference = dp[j] - delta + dlse;
+      const double ds = scale_ * w[j] * difference;
+      const double before = scale_ * ((w[j] + error) * delta_error + error * std::fabs(difference) + w[j] * noise);
       const double after = before + of_ds * (std::fabs(ds) + before);
       largest_ds_ = std::max(largest_ds_, std::fabs(ds) + before);
       dq_.add(token, head, ds, after, k_dq_.row(key, kv_head));
@@ -253,6 +255,15 @@ TEST_P(StaticWeights, C2_GradientsOfTheDocumentedCodesWithAHotColumn) {
 
 TEST_P(StaticWeights, GradientsOfTheDocumentedCodes) {
   Case c = test::random_case(test::pack({{64, 64}, {33, 50}, {50, 33}, {1, 1}}), {.heads = 4, .kv_heads = 2});
+  for (const Mask& mask : {Mask::causal(), Mask::full(), Mask::window(20, 3)}) {
+    c.problem.mask = mask;
+    expect_documented(c, GetParam(), fmt::format("window ({}, {})", mask.left, mask.right));
+  }
+}
+
+TEST_P(StaticWeights, GradientsOfTheDocumentedCodesWithAGradientOfLse) {
+  const Packing packing = test::pack({{64, 64}, {33, 50}, {50, 33}, {1, 1}});
+  Case c = test::with_dlse(test::random_case(packing, {.heads = 4, .kv_heads = 2}));
   for (const Mask& mask : {Mask::causal(), Mask::full(), Mask::window(20, 3)}) {
     c.problem.mask = mask;
     expect_documented(c, GetParam(), fmt::format("window ({}, {})", mask.left, mask.right));

@@ -6,7 +6,9 @@ namespace {
 
 using test::Case;
 
-enum class Where { q, k, v, dout };
+enum class Where { q, k, v, dout, dlse };
+
+bool is_gradient(Where where) { return where == Where::dout || where == Where::dlse; }
 
 /// A token in the middle of the second of three documents, in its second block of 32.
 constexpr std::int64_t kPoisoned = 20 + 40;
@@ -23,19 +25,20 @@ class NotANumber : public testing::TestWithParam<Recipe> {
       case Where::k: return c.k;
       case Where::v: return c.v;
       case Where::dout: return c.dout;
+      case Where::dlse: return *c.dlse;
     }
     return c.q;
   }
 
   static Case poisoned_case(Where where, float value) {
-    Case c = clean_case();
+    Case c = where == Where::dlse ? test::with_dlse(clean_case()) : clean_case();
     Tensor& tensor = tensor_of(c, where);
-    tensor.set(kPoisoned * tensor.shape[1] * tensor.shape[2] + 5, value);
+    tensor.set(kPoisoned * tensor.shape[1] * tensor.shape[2] + (where == Where::dlse ? 0 : 5), value);
     return c;
   }
 
   static Case zeroed_case(Where where) {
-    Case c = clean_case();
+    Case c = where == Where::dlse ? test::with_dlse(clean_case()) : clean_case();
     test::set_row(tensor_of(c, where), kPoisoned, 0, 0.0F);
     return c;
   }
@@ -49,6 +52,7 @@ std::string name_of(Where where) {
     case Where::k: return "k";
     case Where::v: return "v";
     case Where::dout: return "do";
+    case Where::dlse: return "dlse";
   }
   return "";
 }
@@ -79,8 +83,8 @@ std::vector<test::Output> exact_outputs(const Case& c, bool gradients) {
 TEST_P(NotANumber, ReachesTheRowsThatDependOnItAndNoOther) {
   const Recipe& recipe = GetParam();
   const bool gradients = test::has_backward(recipe);
-  for (const Where where : {Where::q, Where::k, Where::v, Where::dout}) {
-    if (where == Where::dout && !gradients) continue;
+  for (const Where where : {Where::q, Where::k, Where::v, Where::dout, Where::dlse}) {
+    if (is_gradient(where) && !gradients) continue;
     const Case c = poisoned_case(where, std::nanf(""));
     const std::vector<test::Output> got = test::outputs(c, recipe);
     const std::vector<test::Output> want = exact_outputs(c, gradients);
@@ -99,8 +103,8 @@ TEST_P(NotANumber, ReachesTheRowsThatDependOnItAndNoOther) {
 /// documents; in its own document dS of a zero row may share a scale of 32 x 32, where that of a NaN row does not.
 TEST_P(NotANumber, TakesNoPartInSharedScales) {
   const Recipe& recipe = GetParam();
-  for (const Where where : {Where::q, Where::k, Where::v, Where::dout}) {
-    if (where == Where::dout && !test::has_backward(recipe)) continue;
+  for (const Where where : {Where::q, Where::k, Where::v, Where::dout, Where::dlse}) {
+    if (is_gradient(where) && !test::has_backward(recipe)) continue;
     const std::vector<test::Output> got = test::outputs(poisoned_case(where, std::nanf("")), recipe);
     const std::vector<test::Output> want = test::outputs(zeroed_case(where), recipe);
     for (std::size_t i = 0; i < got.size(); ++i) {
@@ -127,9 +131,37 @@ TEST_P(NotANumber, InVLeavesLseAndDv) {
   }
 }
 
+/// dV is a function of q, k and dO.
+TEST_P(NotANumber, InDlseLeavesDv) {
+  const Recipe& recipe = GetParam();
+  if (!test::has_backward(recipe)) return;
+  const BackwardResult got = test::backward(poisoned_case(Where::dlse, std::nanf("")), recipe);
+  EXPECT_TRUE(test::same_bits(got.dv, test::backward(clean_case(), recipe).dv));
+}
+
+/// A row that sees no key has no gradient for a NaN to reach.
+TEST_P(NotANumber, InDlseOfARowWithoutKeysReachesNothing) {
+  const Recipe& recipe = GetParam();
+  if (!test::has_backward(recipe)) return;
+  Case c = test::with_dlse(test::random_case(test::pack({{40, 8}, {6, 0}}), {.heads = 2, .kv_heads = 1}));
+  const auto set_rows = [&](float value) {
+    for (const std::int64_t token : {0, 31, 43}) test::set_row(*c.dlse, token, 1, value);
+  };
+  set_rows(0.0F);
+  const BackwardResult want = test::backward(c, recipe);
+  for (const float value : {std::nanf(""), INFINITY, 1e38F}) {
+    set_rows(value);
+    const BackwardResult got = test::backward(c, recipe);
+    EXPECT_TRUE(test::same_bits(got.dq, want.dq)) << "dq with " << value;
+    EXPECT_TRUE(test::same_bits(got.dk, want.dk)) << "dk with " << value;
+    EXPECT_TRUE(test::same_bits(got.dv, want.dv)) << "dv with " << value;
+  }
+}
+
 TEST_P(NotANumber, AnInfIsTreatedLikeANan) {
   const Recipe& recipe = GetParam();
-  for (const Where where : {Where::q, Where::k, Where::v}) {
+  for (const Where where : {Where::q, Where::k, Where::v, Where::dout, Where::dlse}) {
+    if (is_gradient(where) && !test::has_backward(recipe)) continue;
     const std::vector<test::Output> nan = test::outputs(poisoned_case(where, std::nanf("")), recipe);
     for (const float inf : {INFINITY, -INFINITY}) {
       const std::vector<test::Output> got = test::outputs(poisoned_case(where, inf), recipe);

@@ -35,8 +35,13 @@ struct Sizes {
 struct Case {
   Problem problem;
   Tensor q, k, v, dout;
+  std::optional<Tensor> dlse = std::nullopt;  ///< [tokens, heads, 1]
 
-  [[nodiscard]] Inputs inputs() const { return {view(q), view(k), view(v), view(dout)}; }
+  [[nodiscard]] Inputs inputs() const {
+    Inputs all{view(q), view(k), view(v), view(dout)};
+    if (dlse) all.dlse = view(*dlse);
+    return all;
+  }
 };
 
 inline Case random_case(const Packing& packing, const Sizes& sizes, DType dtype = DType::f32, std::uint64_t seed = 1) {
@@ -48,6 +53,12 @@ inline Case random_case(const Packing& packing, const Sizes& sizes, DType dtype 
           tensor(packing.tokens_k(), sizes.kv_heads, sizes.head_dim, 1),
           tensor(packing.tokens_k(), sizes.kv_heads, sizes.value_dim, 2),
           tensor(packing.tokens_q(), sizes.heads, sizes.value_dim, 3)};
+}
+
+/// The same with a gradient of lse as large as dO's.
+inline Case with_dlse(Case c, std::uint64_t seed = 91) {
+  c.dlse = random_tensor(DType::f32, {c.q.shape[0], c.q.shape[1], 1}, Distribution::normal, seed);
+  return c;
 }
 
 inline bool has_backward(const Recipe& recipe) { return validate_backward(recipe).ok(); }

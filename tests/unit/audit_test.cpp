@@ -173,6 +173,30 @@ TEST(Audit, FindsALeakInDqAlone) {
   EXPECT_TRUE(audit(function, {Causality::exact, Causality::block}, pack.problem, pack.inputs(), probes(256))->holds);
 }
 
+TEST(Audit, ProbesTheGradientOfLse) {
+  const Pack pack;
+  const Tensor dlse = Pack::random({203, 4, 1}, DType::f32, 5, 1e-3F);
+  Inputs inputs = pack.inputs();
+  inputs.dlse = *dlse.view("dlse");
+  for (const std::string_view name : {"bf16", "mxfp8", "fp4"}) {
+    const Result<AuditReport> report = audit_recipe(*find_recipe(name), pack.problem, inputs, probes(30), {});
+    ASSERT_TRUE(report.ok());
+    EXPECT_TRUE(report->holds) << name << ": " << report->verdict;
+  }
+  const auto later = spoiled([](const Problem& problem, const Inputs& with, AttentionOutputs& out) {
+    if (!out.gradients) return;
+    for (const Document& document : problem.packing.documents()) {
+      for (std::int64_t row = document.q_begin; row + 1 < document.q_begin + document.q_length; ++row) {
+        out.gradients->dq.set(row * 4 * 32, with.dlse->at(row + 1, 0, 0));
+      }
+    }
+  });
+  const Result<AuditReport> report = audit(later, {}, pack.problem, inputs, probes(256));
+  ASSERT_TRUE(report.ok());
+  EXPECT_GT(report->backward.leaks, 0);
+  EXPECT_FALSE(report->holds);
+}
+
 TEST(Audit, FindsNeighboursAndPlaces) {
   const Pack pack;
   const auto neighbour = spoiled([](const Problem&, const Inputs& inputs, AttentionOutputs& out) {

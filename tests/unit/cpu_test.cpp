@@ -284,6 +284,7 @@ TEST_P(CpuRecipes, ShapesAndMasks) {
   const auto check = [&](const test::Sizes& sizes, const Mask& mask) {
     Case c = test::random_case(packing, sizes, DType::bf16, 11);
     c.problem.mask = mask;
+    if (sizes.value_dim != 128) c = test::with_dlse(std::move(c));
     expect_like_reference(c, recipe, fmt::format("head_dim {} window ({}, {})", sizes.head_dim, mask.left, mask.right));
   };
   check({2, 1, 128, 128}, Mask::causal());
@@ -317,6 +318,13 @@ TEST_P(CpuRecipes, UnevenTokensAndWideLogits) {
     }
   }
   expect_like_reference(c, recipe, "uneven tokens");
+  // As uneven as dP, some of it zero.
+  c = test::with_dlse(std::move(c));
+  for (std::int64_t i = 0; i < c.dlse->elements(); ++i) {
+    const int exponent = static_cast<int>(test::uniform(18, 0, i) * 20);
+    c.dlse->set(i, exponent == 0 ? 0.0F : std::ldexp(c.dlse->at(i), exponent));
+  }
+  expect_like_reference(c, recipe, "uneven tokens and gradients of lse");
 }
 
 /// Every pair of lengths around the blocks, all in one pack: its documents do not know each other.
@@ -338,6 +346,8 @@ TEST(Cpu, LongDocumentsAddUpInOneOrder) {
   Case c = test::random_case(test::pack_self({8300, 4100, 70}), {1, 1, 8, 8}, DType::f32, 31);
   c.problem.mask = Mask::window(300, 40);
   test::set_row(c.v, 4000, 0, std::nanf(""));  // reaches keys of two parts
+  c = test::with_dlse(std::move(c));
+  test::set_row(*c.dlse, 4096, 0, std::nanf(""));
   expect_like_reference(c, recipe, "long documents");
   Options options = test::two_threads();
   options.engine = "cpu";
@@ -356,7 +366,7 @@ TEST(Cpu, MixedOperandsOnCutTiles) {
   fixed_scale.beta = 4;
   fixed_scale.o.weights.block = fixed_scale.o.cut->weights.block = Block::tensor();
   fixed_scale.o.weights.rule = fixed_scale.o.cut->weights.rule = ScaleRule::ceil;
-  Case c = test::random_case(test::pack_self({300}), {2, 1, 64, 64}, DType::f32, 41);
+  Case c = test::with_dlse(test::random_case(test::pack_self({300}), {2, 1, 64, 64}, DType::f32, 41));
   c.problem.mask = Mask::window(100, 0);
   for (const Recipe& recipe : {adaptive, fixed_scale}) {
     const Status status = validate(recipe);

@@ -203,7 +203,7 @@ void add_audit(CLI::App& app, Action& action) {
       "audit",
       "Perturb later tokens and see what earlier results do; exit 1 where a recipe breaks its claim, or where one "
       "that is known to leak was not caught");
-  verb->add_option("IN", arguments->input, "safetensors file: q, k, v, cu_seqlens, do (without do: forward only)")
+  verb->add_option("IN", arguments->input, "safetensors file: q, k, v, cu_seqlens, do, dlse (without do: forward only)")
       ->required()
       ->type_name("");
   verb->add_option("--recipe", arguments->recipes, "all, or names and JSON files separated by commas")

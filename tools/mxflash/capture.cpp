@@ -29,6 +29,19 @@ Result<TensorView> required_view(const TensorFile& file, const std::string& path
                              names.empty() ? "none" : fmt::format("{}", fmt::join(names, ", "))));
 }
 
+/// `dlse` [tokens, heads], where the file has it.
+Result<std::optional<TensorView>> lse_gradient(const TensorFile& file) {
+  const Tensor* tensor = find(file, "dlse");
+  if (tensor == nullptr) return std::optional<TensorView>();
+  if (find(file, "do") == nullptr) return invalid("dlse: given without do, both allowed or do alone");
+  if (tensor->shape.size() != 2) {
+    return invalid(
+        fmt::format("dlse: shape [{}] given, two dimensions [tokens, heads] allowed", fmt::join(tensor->shape, ", ")));
+  }
+  return std::optional(TensorView{
+      tensor->data.data(), tensor->dtype, {tensor->shape[0], tensor->shape[1], 1}, {tensor->shape[1], 1, 1}});
+}
+
 /// The metadata's scale; absent: the library's default.
 Result<std::optional<float>> scale_of(const TensorFile& file) {
   const auto found = file.metadata.find("softmax_scale");
@@ -91,6 +104,8 @@ Result<Capture> load_capture(const std::string& path, const MaskArguments& mask)
     if (!view) return view.error();
     dout = *view;
   }
+  const Result<std::optional<TensorView>> dlse = lse_gradient(*file);
+  if (!dlse) return dlse.error();
   const Result<Packing> packing = packing_of(*file, q->tokens(), k->tokens());
   if (!packing) return packing.error();
   const Result<bool> causal = causal_of(*file);
@@ -101,7 +116,7 @@ Result<Capture> load_capture(const std::string& path, const MaskArguments& mask)
   const Result<Mask> band = make_mask(keep_causal, mask.window);
   if (!band) return band.error();
   const Problem problem{*packing, *band, *scale};
-  const Inputs inputs{*q, *k, *v, dout};
+  const Inputs inputs{*q, *k, *v, dout, *dlse};
   // Also where a recipe without a backward would never look at do.
   const Status status =
       dout ? check_backward_arguments(problem, inputs, Options{}) : check_arguments(problem, inputs, Options{});

@@ -326,7 +326,9 @@ void add_run(CLI::App& app, Action& action) {
       app.add_subcommand("run",
                          "Attention of a file, forward and, where it has `do`, backward; a recipe without a "
                          "backward runs forward only and says so");
-  verb->add_option("IN", arguments->input, "safetensors file: q, k, v, cu_seqlens, do")->required()->type_name("");
+  verb->add_option("IN", arguments->input, "safetensors file: q, k, v, cu_seqlens, do, dlse")
+      ->required()
+      ->type_name("");
   add_recipe_options(*verb, *arguments);
   verb->add_flag("--forward-only", arguments->forward_only, "No gradients even where the file has `do`");
   add_mask_options(*verb, arguments->mask);
