@@ -109,7 +109,6 @@ def _attention_backward(
     engine: str,
     causality: str | None,
     deterministic: bool,
-    # Last and with a default: torch keeps compiled graphs on disk that were made without it.
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if do is None:
