@@ -40,7 +40,7 @@ Options options_of(const Settings& settings) {
 }
 
 Recipe chosen_recipe(const Settings& settings) {
-  const Recipe recipe = recipe_of(settings.recipe);
+  Recipe recipe = recipe_of(settings.recipe);
   if (!settings.causality) return recipe;
   return value_of(with_causality(recipe, value_of(parse_causality(*settings.causality))));
 }

@@ -146,8 +146,7 @@ class Unit {
     }
     first_tile_ = seen.any ? static_cast<std::size_t>((seen.begin - tile_begin_) / kBlockRows) : 0;
     end_tile_ = seen.any ? static_cast<std::size_t>((seen.end - tile_begin_ + kBlockRows - 1) / kBlockRows) : 0;
-    first_sees_to_ = visible_keys(document_, plan_.mask, query).end;
-    last_sees_from_ = visible_keys(document_, plan_.mask, last).begin;
+    first_query_ = query;
   }
 
   [[nodiscard]] Tile tile_at(std::size_t index) const {
@@ -157,7 +156,7 @@ class Unit {
     for (std::size_t lane = 0; lane < kBlockSize; ++lane) {
       tile.masked = tile.masked || rows_.begin[lane] > key || rows_.end[lane] < key + kBlockRows;
     }
-    tile.cut = first_sees_to_ < HWY_MIN(key + kBlockRows, document_.k_length) || last_sees_from_ > key;
+    tile.cut = cuts_tile(document_, plan_.mask, first_query_, key);
     const bool takes_cut = plan_.has_o_cut && tile.cut;
     if (takes_cut && plan_.v_o_cut.folds) tile.folds = v_cut_folds(index);
     if (!takes_cut && plan_.v_o.folds) tile.folds = v_folds(index);
@@ -270,8 +269,7 @@ class Unit {
 
   WeightRule cut_rule_;
   bool any_poisoned_ = false;
-  std::int64_t first_sees_to_ = 0;
-  std::int64_t last_sees_from_ = 0;
+  std::int64_t first_query_ = 0;
 };
 
 }  // namespace mxflash::cpu::HWY_NAMESPACE

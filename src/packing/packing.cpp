@@ -138,4 +138,11 @@ std::int64_t visible_pairs(const Document& document, const Mask& mask) {
   return begin >= end ? 0 : pairs_below(document, end) - pairs_below(document, begin);
 }
 
+bool cuts_tile(const Document& document, const Mask& mask, std::int64_t query, std::int64_t key) {
+  const std::int64_t aligned = query - query % kBlock + document.k_length - document.q_length;
+  const std::int64_t distance = key - key % kBlock - aligned;  // Of the corner; the others lie kBlock - 1 further.
+  return (mask.right < Mask::unbounded && distance + kBlock - 1 > mask.right) ||
+         (mask.left < Mask::unbounded && kBlock - 1 - distance > mask.left);
+}
+
 }  // namespace mxflash

@@ -66,16 +66,6 @@ Strip::Strip(const Document& of, const Mask& with, std::int64_t begin, std::int6
   key_begin -= key_begin % kBlock;
 }
 
-bool Strip::cuts(std::int64_t query, std::int64_t key) const {
-  const std::int64_t first_query = query - query % kBlock;
-  const std::int64_t last_query = std::min(first_query + kBlock, document.q_length) - 1;
-  const std::int64_t first_key = key - key % kBlock;
-  const std::int64_t end_key = std::min(first_key + kBlock, document.k_length);
-  // Ranges only move forward with the query, so the corners decide.
-  return visible_keys(document, mask, first_query).end < end_key ||
-         visible_keys(document, mask, last_query).begin > first_key;
-}
-
 std::vector<double> dot_products(const Strip& strip, const Rows& left, const std::vector<double>& right_transposed,
                                  std::int64_t right_count) {
   std::vector<double> result(strip.size());

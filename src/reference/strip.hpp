@@ -68,7 +68,7 @@ struct Strip {
     return range.begin < range.end ? range : KeyRange{begin, begin};
   }
   /// Whether the mask cuts the 32 x 32 tile that holds the pair.
-  [[nodiscard]] bool cuts(std::int64_t query, std::int64_t key) const;
+  [[nodiscard]] bool cuts(std::int64_t query, std::int64_t key) const { return cuts_tile(document, mask, query, key); }
 };
 
 /// left . right^T over dims for the strip's visible rows x keys; masked pairs hold whatever falls out.

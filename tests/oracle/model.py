@@ -277,6 +277,7 @@ def shifted(codes, shift, name):
 class Head:
     recipe: dict
     visible: np.ndarray
+    cut: np.ndarray  # pairs in tiles that the mask cuts
     scale: float  # with the factor that a rotation leaves
     seed: int
     q: Sequence
@@ -295,7 +296,7 @@ class Head:
 
         pairs = [(recipe["o"]["weights"], self.v.tokens(recipe, "o", "tokens", seed), visible)]
         if recipe["o"]["cut"]:
-            cut = over_blocks(~visible, (32, 32), np.any, False)
+            cut = self.cut
             pairs = [(*pairs[0][:2], visible & ~cut)]
             pairs.append(
                 (recipe["o"]["cut"]["weights"], self.v.tokens(recipe, "o", "tokens", seed, True), visible & cut)
@@ -370,9 +371,7 @@ class Head:
         recipe = self.recipe
         operand = recipe["dq"]["weights"]
         k = self.k.tokens(recipe, "dq", "tokens", self.seed)
-        cut = np.zeros_like(self.visible)
-        if recipe["dq"]["cut"]:
-            cut = over_blocks(~self.visible, (32, 32), np.any, False)
+        cut = self.cut if recipe["dq"]["cut"] else np.zeros_like(self.visible)
         plain = np.where(cut, 0, ds)
         largest_k = np.abs(k.whole).max(1, initial=0)
         if self.shared_codes():
@@ -444,8 +443,7 @@ def largest(exponents, taken):
 # All documents and heads
 
 
-def visibility(queries, keys, left, right):
-    offset = keys - queries
+def visibility(queries, keys, left, right, offset):
     i, j = np.arange(queries)[:, None] + offset, np.arange(keys)[None, :]
     visible = np.ones((queries, keys), bool)
     if left is not None:
@@ -453,6 +451,12 @@ def visibility(queries, keys, left, right):
     if right is not None:
         visible &= j <= i + right
     return visible
+
+
+def cut_tiles(queries, keys, left, right):
+    """Pairs in 32 x 32 tiles with a masked pair, those past the document's ends counted."""
+    whole = visibility(-(-queries // 32) * 32, -(-keys // 32) * 32, left, right, keys - queries)
+    return over_blocks(~whole, (32, 32), np.any, False)[:queries, :keys]
 
 
 def with_exact_causality(recipe):
@@ -500,7 +504,8 @@ def attention(recipe, inputs, left=None, right=0, seed=0, scale=None):
             kv = h // (heads // kv_heads)
             one = Head(
                 recipe,
-                visibility(q1 - q0, k1 - k0, left, right),
+                visibility(q1 - q0, k1 - k0, left, right, k1 - k0 - (q1 - q0)),
+                cut_tiles(q1 - q0, k1 - k0, left, right),
                 scale * factor,
                 seed,
                 sequence("q", q0, q1, h),

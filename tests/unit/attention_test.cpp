@@ -83,6 +83,27 @@ TEST_P(EveryRecipe, C1_NoLeakOnRandomTokens) {
   }
 }
 
+/// The other neighbour of C1: whether there are later tokens at all. A document that goes on gives its first rows the
+/// bits that they had when it ended there, as a model that writes token by token needs.
+TEST_P(EveryRecipe, C1_ADocumentThatGoesOnKeepsItsFirstRows) {
+  const Recipe& recipe = GetParam();
+  const Case whole = test::random_case(test::pack_self({130}), {.heads = 2, .kv_heads = 1});
+  const std::vector<test::Output> want = test::outputs(whole, recipe);
+  for (const std::int64_t length : {1, 2, 15, 16, 17, 31, 32, 33, 47, 49, 63, 64, 65, 96, 97, 128, 129}) {
+    Case part = whole;
+    part.problem.packing = test::pack_self({length});
+    for (Tensor* tensor : {&part.q, &part.k, &part.v, &part.dout}) *tensor = test::rows_of(*tensor, 0, length);
+    const std::vector<test::Output> got = test::outputs(part, recipe);
+    for (std::size_t i = 0; i < got.size() && i < 3; ++i) {  // o, lse, dq
+      const Causality level = i < 2 ? recipe.claims.forward : recipe.claims.backward;
+      if (level == Causality::leaks) continue;
+      const std::int64_t end = level == Causality::exact ? length : length - length % kBlock;
+      EXPECT_TRUE(test::same_bits(test::rows_of(got[i].tensor, 0, end), test::rows_of(want[i].tensor, 0, end)))
+          << got[i].name << " of the first " << length << " tokens";
+    }
+  }
+}
+
 /// The neighbour of C1: tokens whose V is zero, or tiny, still have their share of the row. They are many orders below
 /// the others in what multiplies V, not in the sum of the weights.
 TEST_P(EveryRecipe, C1_TokensWithoutAValueKeepTheirShareOfTheRow) {

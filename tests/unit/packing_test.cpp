@@ -291,6 +291,33 @@ TEST(Packing, ZeroDocumentsAndOneDocument) {
   EXPECT_EQ(one.tokens_k(), 9);
 }
 
+TEST(Packing, TilesAreCutWhereAPairOfTheWholeSquareIsMasked) {
+  for (const std::int64_t queries : {1, 31, 32, 33, 64, 70}) {
+    for (const std::int64_t keys : {1, 31, 32, 33, 64, 70}) {
+      const Document document{0, queries, 0, keys};
+      for (const Mask& mask :
+           {Mask::causal(), Mask::full(), Mask::window(3, 0), Mask::window(40, 5), Mask::window(0, 0),
+            Mask::window(Mask::unbounded, -7), Mask::window(7, -8), Mask::window(100, 100)}) {
+        for (std::int64_t query = 0; query < queries; query += 5) {
+          for (std::int64_t key = 0; key < keys; key += 3) {
+            bool masked = false;
+            for (std::int64_t i = query / 32 * 32; i < query / 32 * 32 + 32; ++i) {
+              for (std::int64_t j = key / 32 * 32; j < key / 32 * 32 + 32; ++j) {
+                const std::int64_t distance = j - i - (keys - queries);
+                masked = masked || (mask.right != Mask::unbounded && distance > mask.right) ||
+                         (mask.left != Mask::unbounded && -distance > mask.left);
+              }
+            }
+            ASSERT_EQ(cuts_tile(document, mask, query, key), masked)
+                << queries << " x " << keys << ", window " << mask.left << "," << mask.right << " at " << query << ","
+                << key;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Mask, IsCausalWhenNoQuerySeesALaterKey) {
   EXPECT_TRUE(Mask::causal().is_causal());
   EXPECT_TRUE(Mask::window(7, -8).is_causal());
