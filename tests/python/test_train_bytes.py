@@ -154,7 +154,7 @@ def test_bf16_loss_is_close_to_exact_attention():
     )
 
 
-@pytest.mark.parametrize("recipe", ["sdpa", "bf16", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["sdpa", "bf16", "mxfp8", "nvfp4", "fp4", "mxfp4-diagonal"])
 def test_a_causal_recipe_has_one_loss(recipe):
     model = tiny_model()
     held = list(packs.fill(packs.cut(documents([1, 70, 33, 90, 64]), 64), 150))
