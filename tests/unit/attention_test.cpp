@@ -89,7 +89,7 @@ TEST_P(EveryRecipe, C1_ADocumentThatGoesOnKeepsItsFirstRows) {
   const Recipe& recipe = GetParam();
   const Case whole = test::random_case(test::pack_self({130}), {.heads = 2, .kv_heads = 1});
   const std::vector<test::Output> want = test::outputs(whole, recipe);
-  for (const std::int64_t length : {1, 2, 15, 16, 17, 31, 32, 33, 47, 49, 63, 64, 65, 96, 97, 128, 129}) {
+  for (const int length : {1, 2, 15, 16, 17, 31, 32, 33, 47, 49, 63, 64, 65, 96, 97, 128, 129}) {
     Case part = whole;
     part.problem.packing = test::pack_self({length});
     for (Tensor* tensor : {&part.q, &part.k, &part.v, &part.dout}) *tensor = test::rows_of(*tensor, 0, length);
