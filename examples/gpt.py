@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from mxflash.torch import attention
-from packs import SYMBOLS, Pack
 from torch import Tensor, nn
 from torch.nn import functional
+
+from mxflash.torch import attention
+from packs import SYMBOLS, Pack
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, cu_seqlens: o
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
 from curves import plot
 from gpt import Attend, Model, Shape, attention_of, exact
 from packs import Pack, cut, default_paths, endless, fill, read_documents
-from torch import Tensor, nn
-from tqdm import tqdm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SETTINGS = (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import transformers
+
 from mxflash.transformers import register
 
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"  # A text that never changes; the last quarter is held out.

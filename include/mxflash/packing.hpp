@@ -81,8 +81,8 @@ KeyRange visible_queries(const Document& document, const Mask& mask, std::int64_
 /// Number of (query, key) pairs the mask allows in the document.
 std::int64_t visible_pairs(const Document& document, const Mask& mask);
 
-/// Whether the mask cuts the 32 x 32 tile of the pair: some pair of the square is masked, those past the document's
-/// ends with it, so that a document cuts the same tiles when it goes on.
+/// Whether the mask cuts the 32 x 32 tile of the pair: some query of it does not see a key of the square, or a key past
+/// the document's end, as it would not if the document went on; so a causal document that goes on cuts the same tiles.
 bool cuts_tile(const Document& document, const Mask& mask, std::int64_t query, std::int64_t key);
 
 }  // namespace mxflash

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from mxflash import _native
-from mxflash._arrays import Framework, put, take, take_offsets
+from mxflash._arrays import Framework, native, put, take_offsets
 from mxflash._lists import recipe_text
 
 
@@ -40,8 +40,8 @@ def arguments_of(
     dlse: Any = None,
 ) -> _native.Arguments:
     """The compiled part's view of one call."""
-    arrays = [take(name, array) for name, array in (("q", q), ("k", k), ("v", v))]
-    gradients = [None if array is None else take(name, array) for name, array in (("do", do), ("dlse", dlse))]
+    arrays = [native(name, array) for name, array in (("q", q), ("k", k), ("v", v))]
+    gradients = [None if array is None else native(name, array) for name, array in (("do", do), ("dlse", dlse))]
     arguments = _native.Arguments(*arrays, *gradients)
     arguments.documents(take_offsets("cu_seqlens", cu_seqlens), take_offsets("cu_seqlens_k", cu_seqlens_k))
     put(arguments, window=mask, scale=scale)
@@ -120,10 +120,11 @@ def attention_backward(
     o and lse are attention()'s own; the CPU engines make both again from q, k and v, so None will do: where given,
     their shapes must be right. The rest as for attention().
     """
-    for name, given, shape in (("o", o, (*q.shape[:2], *v.shape[2:])), ("lse", lse, tuple(q.shape[:2]))):
-        if given is not None and tuple(given.shape) != shape:
-            raise ValueError(f"{name}: shape {list(given.shape)} given, {list(shape)} allowed (attention's own result)")
     arguments = arguments_of(q, k, v, do, cu_seqlens, cu_seqlens_k, mask_of(causal, window), scale, dlse)
+    for name, given, shape in (("o", o, (*q.shape[:2], *v.shape[2:])), ("lse", lse, tuple(q.shape[:2]))):
+        if given is not None and tuple(getattr(given, "shape", ())) != shape:
+            what = f"shape {list(given.shape)}" if hasattr(given, "shape") else f"a {type(given).__name__}"
+            raise ValueError(f"{name}: {what} given, shape {list(shape)} allowed (attention's own result)")
     return _run(_native.backward, Framework(q), arguments, settings_of(recipe, **settings))
 
 

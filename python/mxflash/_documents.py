@@ -34,14 +34,23 @@ def plain(batch: int, tokens_q: int, tokens_k: int, device: torch.device) -> Doc
     return Documents(tokens_k, None, None, count * tokens_q, None if tokens_q == tokens_k else count * tokens_k)
 
 
-def of_padding(mask: torch.Tensor, tokens_q: int, tokens_k: int, causal: bool, windowed: bool) -> Documents:
-    """Documents of a padding mask [batch, keys], non-zero where a key is there; queries are the last of its columns."""
+def of_padding(
+    mask: torch.Tensor, tokens_q: int, tokens_k: int, positions: torch.Tensor | None, causal: bool, windowed: bool
+) -> Documents:
+    """Documents of a padding mask [batch, keys], non-zero where a key is there; queries are the last of its columns.
+
+    Where queries and keys are the same tokens, a position that does not rise begins another document.
+    """
     mask = mask.bool()
     batch, length = mask.shape
     if length > tokens_k:
         raise ValueError(f"attention_mask: {length} keys given, at most {tokens_k} allowed (those of key)")
+    packed = positions if tokens_q == length and tokens_q > 1 else None
     if not torch.compiler.is_compiling() and bool(mask.all()):
-        return plain(batch, tokens_q, length, mask.device)
+        offsets = None if packed is None else of_positions(packed, batch)
+        return plain(batch, tokens_q, length, mask.device) if offsets is None else all_of(length, offsets)
+    if windowed:
+        _no_holes(mask)
     keys = mask.flatten().nonzero().squeeze(1)
     offsets_k = lengths_to_offsets(mask.sum(1))
     if not causal and not windowed:
@@ -50,8 +59,39 @@ def of_padding(mask: torch.Tensor, tokens_q: int, tokens_k: int, causal: bool, w
         return Documents(length, None, keys, count * tokens_q, offsets_k)
     if tokens_q > length:
         raise ValueError(f"attention_mask: {length} keys for {tokens_q} queries given, one a query or more allowed")
+    if packed is not None:
+        offsets = _of_kept(packed.expand(batch, -1).flatten()[keys], keys // length)
+        return Documents(length, keys, keys, offsets, None)
     own = mask[:, length - tokens_q :]
     return Documents(length, own.flatten().nonzero().squeeze(1), keys, lengths_to_offsets(own.sum(1)), offsets_k)
+
+
+def all_of(length: int, offsets: torch.Tensor) -> Documents:
+    """All tokens, queries and keys alike."""
+    return Documents(length, None, None, offsets, None)
+
+
+def _no_holes(mask: torch.Tensor) -> None:
+    """A window counts kept keys, so that it would reach further over a hole."""
+    runs = mask[:, 0].int() + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
+    words = "attention_mask: padding between tokens given with a sliding window, padding at the ends allowed"
+    if torch.compiler.is_compiling():
+        torch._assert_async((runs <= 1).all(), words)
+    elif bool((runs > 1).any()):
+        raise ValueError(words)
+
+
+def _of_kept(positions: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Offsets of documents among kept tokens: a new one at every row, and where a position does not rise."""
+    starts = torch.ones_like(row, dtype=torch.bool)
+    starts[1:] = (row[1:] != row[:-1]) | (positions[1:] <= positions[:-1])
+    # The end as a tensor: while compiling, how many are kept is data.
+    end = torch.ones_like(row).sum(0, keepdim=True)
+    return torch.cat((starts.nonzero().squeeze(1), end)).to(torch.int32)
+
+
+def _offsets(begins: torch.Tensor, end: int) -> torch.Tensor:
+    return torch.nn.functional.pad(begins, (0, 1), value=end).to(torch.int32)
 
 
 def of_positions(positions: torch.Tensor, batch: int) -> torch.Tensor | None:
@@ -68,12 +108,10 @@ def of_positions(positions: torch.Tensor, batch: int) -> torch.Tensor | None:
         return None
     starts[:, 0] = True
     starts = starts.expand(batch, -1).flatten()
-    if torch.compiler.is_compiling():
-        index = torch.arange(starts.numel(), device=starts.device)
-        offsets = torch.where(starts, index, 0).cummax(0).values
-    else:
-        offsets = starts.nonzero().squeeze(1)
-    return torch.nn.functional.pad(offsets, (0, 1), value=starts.numel()).to(torch.int32)
+    if not torch.compiler.is_compiling():
+        return _offsets(starts.nonzero().squeeze(1), starts.numel())
+    index = torch.arange(starts.numel(), device=starts.device)
+    return _offsets(torch.where(starts, index, 0).cummax(0).values, starts.numel())
 
 
 def of_call(
@@ -86,7 +124,7 @@ def of_call(
     causal: bool,
     windowed: bool,
 ) -> Documents:
-    """Documents as transformers passes them: a padding mask, else cu_seq_lens, else positions, else rows."""
+    """Documents as transformers passes them: a padding mask and positions, or cu_seq_lens, or positions, or rows."""
     batch, _, tokens_q, _ = query.shape
     tokens_k = key.shape[2]
     if (offsets_q is None) != (offsets_k is None):
@@ -100,7 +138,7 @@ def of_call(
             )
         if offsets_q is not None:
             raise ValueError("attention_mask: a padding mask and cu_seq_lens_q given, one of them allowed")
-        return of_padding(mask, tokens_q, tokens_k, causal, windowed)
+        return of_padding(mask, tokens_q, tokens_k, positions, causal, windowed)
     if offsets_q is not None:
         same = offsets_k is offsets_q
         offsets_q = offsets_q.to(torch.int32)
@@ -108,7 +146,7 @@ def of_call(
     if positions is not None and tokens_q == tokens_k and tokens_q > 1:
         offsets = of_positions(positions, batch)
         if offsets is not None:
-            return Documents(tokens_k, None, None, offsets, None)
+            return all_of(tokens_k, offsets)
     return plain(batch, tokens_q, tokens_k, query.device)
 
 

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from mxflash import _native
-from mxflash._arrays import take
+from mxflash._arrays import native
 
 
 def load(path: str | os.PathLike, framework: str = "numpy") -> tuple[dict[str, Any], dict[str, str]]:
@@ -30,8 +30,11 @@ def load(path: str | os.PathLike, framework: str = "numpy") -> tuple[dict[str, A
 
 def save(path: str | os.PathLike, tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
     """Writes a safetensors file, whole or not at all; the command line reads it."""
+    for name in tensors:
+        if not isinstance(name, str) or "\0" in name:
+            raise ValueError(f"tensors: {name!r} given as a name, a string without NUL allowed")
     for name, text in (metadata or {}).items():
         if not (isinstance(name, str) and isinstance(text, str)):
             raise ValueError(f"metadata: {name!r}: {text!r} given, strings allowed")
-    taken = {name: take(name, tensor) for name, tensor in tensors.items()}
+    taken = {name: native(name, tensor) for name, tensor in tensors.items()}
     _native.save(os.fspath(path), taken, metadata or {})

@@ -1,6 +1,5 @@
 """Recipes and engines: what there is, as data."""
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -27,14 +26,12 @@ def recipe(given: Any) -> dict[str, Any]:
 def recipe_text(given: Any) -> str:
     """What the compiled part reads: a name, or JSON; JSON text stays what it is."""
     if isinstance(given, dict):
-        return json.dumps(given)
+        try:
+            return json.dumps(given)
+        except TypeError as error:
+            raise ValueError(f"recipe: {error}; what JSON has allowed") from None
     if isinstance(given, str) and (given.startswith("{") or not given.endswith(".json")):
         return given
     if isinstance(given, str | os.PathLike):
-        return _file_text(Path(given), Path(given).stat().st_mtime_ns)
+        return Path(given).read_text(encoding="utf-8").strip()
     raise ValueError(f"recipe: a {type(given).__name__} given, a name, a dictionary or a path allowed")
-
-
-@functools.lru_cache(maxsize=16)
-def _file_text(path: Path, _changed: int) -> str:
-    return path.read_text(encoding="utf-8").strip()

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from mxflash import _native
-from mxflash._arrays import Framework, put, take, take_offsets
+from mxflash._arrays import Framework, native, put, take_offsets
 
 
 class Quantized(NamedTuple):
@@ -21,7 +21,6 @@ def quantize(
     scale_rule: str | None = None,
     *,
     cu_seqlens: Any = None,
-    side: str = "query",
     hadamard: bool = False,
     rounding: str = "nearest",
     seed: int = 0,
@@ -34,13 +33,12 @@ def quantize(
     dims].
     format: e4m3, e5m2, e2m3, e3m2, e2m1, or nvfp4 (e2m1 with a UE4M3 scale). block: what shares a scale: token,
     tokens:32, dims:16, dims:32, channel:16, channel:32, square:32 or tensor. scale_rule: floor, ceil (the default) or
-    uos; None for nvfp4. side: "key" for k and v, whose stochastic rounding draws by key. hadamard: rotates each row
-    first. rounding: nearest or stochastic.
+    uos; None for nvfp4. hadamard: rotates each row first. rounding: nearest or stochastic.
     """
     framework = Framework(x)
     request = _native.Request()
     request.numpy = framework.numpy
-    put(request, format=format, block=block, scale_rule=scale_rule, side=side, hadamard=hadamard)
+    put(request, format=format, block=block, scale_rule=scale_rule, hadamard=hadamard)
     put(request, rounding=rounding, seed=seed, threads=threads)
-    results = _native.quantize(take("x", x), take_offsets("cu_seqlens", cu_seqlens), request)
+    results = _native.quantize(native("x", x), take_offsets("cu_seqlens", cu_seqlens), request)
     return Quantized(*(framework.give(result) for result in results))

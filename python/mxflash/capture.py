@@ -213,7 +213,8 @@ def record(
 
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [handle.remove() for handle in handles])
-        handles.append(model.register_forward_pre_hook(counter.restart))
+        handles.append(model.register_forward_pre_hook(counter.begin))
+        handles.append(model.register_forward_hook(counter.end, always_call=True))
         if _of_transformers(model):
             from mxflash._capture_transformers import intercepted
 
@@ -224,15 +225,22 @@ def record(
 
 
 class _Counter:
-    """Numbers the calls of one forward."""
+    """Numbers the calls of one forward of the model; outside of it, None: they are somebody else's."""
 
     def __init__(self):
-        self._next = 0
+        self._next, self._depth = 0, 0
 
-    def restart(self, *_: Any) -> None:
-        self._next = 0
+    def begin(self, *_: Any) -> None:
+        if not self._depth:
+            self._next = 0
+        self._depth += 1
 
-    def __call__(self) -> int:
+    def end(self, *_: Any) -> None:
+        self._depth -= 1
+
+    def __call__(self) -> int | None:
+        if not self._depth:
+            return None
         self._next += 1
         return self._next - 1
 

@@ -8,7 +8,7 @@ o.backward(do)
 import torch
 
 from mxflash import _native
-from mxflash._arrays import put
+from mxflash._arrays import put, take
 from mxflash._attention import mask_of
 from mxflash._lists import recipe_text, recipes
 
@@ -43,17 +43,25 @@ def attention(
 
     Under torch.compile a recipe of one's own goes as JSON text. Under autocast q, k and v take its type. The backward
     needs q, k and v alone, which is what is saved. A loss may use o, lse or both; create_graph=True raises.
+    There is no forward-mode derivative (torch.func.jvp).
     """
-    if torch.is_autocast_enabled(q.device.type):
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
     text = recipe_text(recipe)
     left, right = mask_of(causal, window)
     if seed is None:
         draws = text in _STOCHASTIC or (text.startswith("{") and "stochastic" in text)
-        seed = torch.randint(2**63 - 1, (), dtype=torch.int64) if draws else 0
-    if isinstance(seed, int):
-        seed = torch.tensor(seed, dtype=torch.int64)
+        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if draws else 0
+    if not isinstance(seed, torch.Tensor):
+        if not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ValueError(f"seed: {seed!r} given, an integer from 0 to 2**63 - 1 or None allowed")
+        seed = torch.tensor(seed, dtype=torch.int64, device="cpu")
+    if seed.dtype != torch.int64 or seed.device.type != "cpu":
+        raise ValueError(f"seed: {seed.dtype} on {seed.device} given, int64 on the host allowed")
+    for name, tensor in (("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name}: on {tensor.device} given, {q.device} allowed (q's)")
     o, lse = torch.ops.mxflash.attention(
         q,
         k,
@@ -120,7 +128,9 @@ def _attention_backward(
 
 
 def _arguments(tensors, cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale) -> _native.Arguments:
-    arguments = _native.Arguments(*(tensor if tensor is None else tensor.detach() for tensor in tensors))
+    names = ("q", "k", "v", "do", "dlse")
+    taken = (tensor if tensor is None else take(name, tensor) for name, tensor in zip(names, tensors, strict=False))
+    arguments = _native.Arguments(*taken)
     arguments.documents(cu_seqlens_q, cu_seqlens_k)
     arguments.window = (window_left, window_right)
     arguments.scale = scale

@@ -15,7 +15,6 @@ struct Request {
   std::string block;
   std::optional<std::string> scale_rule;
   std::string rounding;
-  std::string side;
   bool hadamard = false;
   std::uint64_t seed = 0;
   int threads = 0;
@@ -46,10 +45,6 @@ QuantizeOptions options_of(const Request& request) {
   }
   if (request.scale_rule) operand.rule = argument("scale_rule", parse_scale_rule(*request.scale_rule));
   operand.rounding = argument("rounding", parse_rounding(request.rounding));
-  if (request.side != "query" && request.side != "key") {
-    raise(invalid(fmt::format("side: '{}' given, query or key allowed", request.side)));
-  }
-  options.side = request.side == "key" ? Side::key : Side::query;
   options.hadamard = request.hadamard;
   options.seed = request.seed;
   return options;
@@ -99,7 +94,6 @@ void bind_quantize(nb::module_& module) {
       .def_rw("block", &Request::block)
       .def_rw("scale_rule", &Request::scale_rule, nb::for_setter(nb::arg("scale_rule").none()))
       .def_rw("rounding", &Request::rounding)
-      .def_rw("side", &Request::side)
       .def_rw("hadamard", &Request::hadamard)
       .def_rw("seed", &Request::seed)
       .def_rw("threads", &Request::threads)

@@ -69,7 +69,9 @@ class Auditor {
     const auto documents = static_cast<std::int64_t>(problem_.packing.documents().size());
     const std::int64_t cells = std::max<std::int64_t>(documents * kv_heads_, 1);
     const std::int64_t rounds = (options_.probes + cells - 1) / cells;
-    const std::int64_t steps = rounds + 8;
+    const auto halves =
+        static_cast<std::int64_t>(std::bit_width(static_cast<std::uint64_t>(std::max<std::int64_t>(documents, 1) - 1)));
+    const std::int64_t steps = rounds + 4 + 4 * halves;
     std::int64_t step = 0;
     const auto advance = [&] {
       if (options_.progress) options_.progress(static_cast<double>(++step) / static_cast<double>(steps));
@@ -88,9 +90,11 @@ class Auditor {
       advance();
     }
     for (const Perturbation kind : {Perturbation::resample, Perturbation::outlier}) {
-      for (std::int64_t parity = 0; parity < 2 && documents > 1; ++parity) {
-        if (Status status = document_round(parity, kind, report); !status.ok()) return status;
-        advance();
+      for (std::int64_t bit = 1; bit < documents; bit *= 2) {
+        for (const std::int64_t changed : {std::int64_t{0}, bit}) {
+          if (Status status = document_round({bit, changed}, kind, report); !status.ok()) return status;
+          advance();
+        }
       }
     }
     if (documents > 1) return place_round(report);
@@ -211,17 +215,25 @@ class Auditor {
     if (summary.examples.size() < limit) summary.examples.push_back(leak);
   }
 
-  /// Changes every other document; nothing may move in the rest, gradients of k and v included.
-  Status document_round(std::int64_t parity, Perturbation kind, AuditReport& report) {
+  /// Documents whose index has (index & bit) == value. Each two documents differ in a bit: one is changed and the other
+  /// compared in some round.
+  struct Half {
+    std::int64_t bit = 1;
+    std::int64_t value = 0;
+    [[nodiscard]] bool has(std::int64_t document) const { return (document & bit) == value; }
+  };
+
+  /// Changes half of the documents; nothing may move in the rest, gradients of k and v included.
+  Status document_round(const Half& half, Perturbation kind, AuditReport& report) {
     InputTensors tensors = original_;
     const auto documents = static_cast<std::int64_t>(problem_.packing.documents().size());
-    for (std::int64_t document = parity; document < documents; document += 2) {
-      perturb_document(tensors, problem_, document, kind, random_);
+    for (std::int64_t document = 0; document < documents; ++document) {
+      if (half.has(document)) perturb_document(tensors, problem_, document, kind, random_);
     }
     const Result<AttentionOutputs> after = function_(problem_, tensors.inputs());
     if (!after.ok()) return after.error();
-    for (std::int64_t document = 1 - parity; document < documents; document += 2) {
-      compare_document(document, document, problem_, kind, *after, report.documents);
+    for (std::int64_t document = 0; document < documents; ++document) {
+      if (!half.has(document)) compare_document(document, document, problem_, kind, *after, report.documents);
     }
     return {};
   }

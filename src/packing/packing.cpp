@@ -139,10 +139,12 @@ std::int64_t visible_pairs(const Document& document, const Mask& mask) {
 }
 
 bool cuts_tile(const Document& document, const Mask& mask, std::int64_t query, std::int64_t key) {
-  const std::int64_t aligned = query - query % kBlock + document.k_length - document.q_length;
-  const std::int64_t distance = key - key % kBlock - aligned;  // Of the corner; the others lie kBlock - 1 further.
-  return (mask.right < Mask::unbounded && distance + kBlock - 1 > mask.right) ||
-         (mask.left < Mask::unbounded && kBlock - 1 - distance > mask.left);
+  const std::int64_t offset = document.k_length - document.q_length;
+  const std::int64_t first_query = query - query % kBlock;
+  const std::int64_t last_query = std::min(first_query + kBlock, document.q_length) - 1;
+  const std::int64_t first_key = key - key % kBlock;
+  return (mask.right < Mask::unbounded && first_key + kBlock - 1 > first_query + offset + mask.right) ||
+         (mask.left < Mask::unbounded && first_key < last_query + offset - mask.left);
 }
 
 }  // namespace mxflash

@@ -192,6 +192,7 @@ Status check(const TensorView& tensor, const Packing& packing, const QuantizeOpt
   if (tensor.tokens() != tokens) {
     return invalid(fmt::format("tensor: {} tokens given, {} allowed (the packing's)", tensor.tokens(), tokens));
   }
+  if (tensor.dims() < 1) return invalid(fmt::format("tensor: {} dims given, 1 or more allowed", tensor.dims()));
   if (options.hadamard && !std::has_single_bit(static_cast<std::uint64_t>(tensor.dims()))) {
     return invalid(fmt::format("hadamard: {} dims given, a power of two allowed", tensor.dims()));
   }

@@ -454,9 +454,9 @@ def visibility(queries, keys, left, right, offset):
 
 
 def cut_tiles(queries, keys, left, right):
-    """Pairs in 32 x 32 tiles with a masked pair, those past the document's ends counted."""
-    whole = visibility(-(-queries // 32) * 32, -(-keys // 32) * 32, left, right, keys - queries)
-    return over_blocks(~whole, (32, 32), np.any, False)[:queries, :keys]
+    """Pairs in 32 x 32 tiles where a query does not see a key, those past the last key counted."""
+    whole = visibility(queries, -(-keys // 32) * 32, left, right, keys - queries)
+    return over_blocks(~whole, (32, 32), np.any, False)[:, :keys]
 
 
 def with_exact_causality(recipe):

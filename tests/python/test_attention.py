@@ -1,6 +1,7 @@
 """mxflash.attention and its gradients on arrays of numpy and torch: the command line's bits, any strides."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -126,6 +127,30 @@ def test_c13_an_expanded_do(problem):
         assert_same_bits(got, want)
 
 
+def test_a_view_with_the_negative_bit_keeps_its_sign(problem):
+    p = problem([33, 31], dtype=torch.float32)
+    negative = torch.complex(torch.zeros_like(p["v"]), -p["v"]).conj().imag
+    assert negative.is_neg()
+    for got, want in zip(forward({**p, "v": negative}), forward(p), strict=True):
+        assert_same_bits(got, want)
+
+
+def test_arrays_of_classes_made_from_numpys_and_torchs(problem):
+    class Array(numpy.ndarray):
+        pass
+
+    class Tensor(torch.Tensor):
+        pass
+
+    p = problem([33, 31])
+    want = forward(p)
+    arrays = {name: to_numpy(tensor).view(Array) for name, tensor in p.items()}
+    tensors = {name: tensor.as_subclass(Tensor) for name, tensor in p.items()}
+    for theirs in (arrays, tensors):
+        for got, right in zip(forward(theirs), want, strict=True):
+            assert_same_bits(got, right)
+
+
 def test_offsets_as_a_list(problem):
     p = problem([5, 60])
     for got, want in zip(forward({**p, "cu_seqlens": [0, 5, 65]}), forward(p), strict=True):
@@ -231,7 +256,9 @@ def test_recipes_of_ones_own(problem, tmp_path):
         for got, right in zip(forward(p, recipe=given), want, strict=True):
             assert_same_bits(got, right, str(given))
     assert mxflash.recipe(path) == recipe
+    written = path.stat()
     path.write_text(json.dumps(mxflash.recipes()["nvfp4"]), encoding="utf-8")
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))  # Nothing goes by its time.
     assert mxflash.recipe(path)["name"] == "nvfp4"
 
 
@@ -266,6 +293,11 @@ REFUSALS = [
     ({"q": torch.zeros(64, 3, 32, dtype=torch.bfloat16)}, "q: 3 heads given with 2 heads of k"),
     ({"v": torch.zeros(64, 2, 36, dtype=torch.bfloat16)}, "value_dim: 36 given"),
     ({"q": [[1.0]]}, "q: a list given"),
+    ({"q": numpy.zeros((64, 4, 32), ">f4")}, "q: a ndarray of >f4 given"),
+    ({"q": numpy.ma.zeros((64, 4, 32), numpy.float32)}, "q: a masked array given"),
+    ({"q": torch.zeros(64, 4, 32).to_sparse()}, "q: a Tensor of torch.float32 given"),
+    ({"q": torch.zeros(64, 4, 32, device="meta")}, "q: a tensor on meta given"),
+    ({"k": torch.zeros(64, 2, 32, dtype=torch.uint16)}, "k: type uint16 given"),
     ({"v": numpy.zeros((64, 2, 32), numpy.uint16)}, "v: type uint16 given"),
 ]
 
@@ -311,6 +343,8 @@ def test_results_of_the_forward_are_checked_by_shape(problem):
     p = problem([64])
     o, lse = forward(p)
     mxflash.attention_backward(p["do"], p["q"], p["k"], p["v"], o, lse, p["cu_seqlens"])
+    with pytest.raises(ValueError, match="o: a list given"):
+        mxflash.attention_backward(p["do"], p["q"], p["k"], p["v"], [0, 64])
     with pytest.raises(ValueError, match="lse: shape"):
         mxflash.attention_backward(p["do"], p["q"], p["k"], p["v"], o, lse[:3], p["cu_seqlens"])
 

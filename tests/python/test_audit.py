@@ -135,6 +135,22 @@ def test_each_fault_is_found_by_its_check_and_no_other(name):
     assert len(report.findings) == len(expected)
 
 
+def test_documents_of_one_parity_that_share_a_scale():
+    """Two buffers in turn, each with one scale: neighbours never meet."""
+
+    def shared(q, k, v, cu_seqlens):
+        v = v.copy()
+        document = np.repeat(np.arange(len(cu_seqlens) - 1), np.diff(cu_seqlens))
+        for parity in (0, 1):
+            own = v[document % 2 == parity]
+            step = np.abs(own).max(initial=1e-30) / 8
+            v[document % 2 == parity] = np.round(own / step) * step
+        return attentions.full(q, k, v, cu_seqlens)
+
+    report = packed(shared, causal=False)
+    assert "other documents" in failing(report), str(report)
+
+
 def test_top_left_alignment_is_named():
     report = unequal(attentions.top_left)
     assert "aligned top-left" in report.check("mask").seen

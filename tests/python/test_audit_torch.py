@@ -106,7 +106,7 @@ VERDICTS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", VERDICTS)
 def test_foreign_attention_has_its_faults_and_no_others(foreign, name):
-    report = audit(getattr(foreign, name), *inputs(), probes=30, name=name, **foreign.FOREIGN[name])
+    report = audit(getattr(foreign, name), *inputs(), probes=120, name=name, **foreign.FOREIGN[name])
     assert failing(report) == VERDICTS[name], str(report)
     if name == "nested":
         assert report.problem["backward"] and report.check("later tokens, forward").result == "not checked"

@@ -1,14 +1,15 @@
 """Recording q, k, v and dO of running models."""
 
-import mxflash
-import mxflash.capture
 import pytest
 import torch
 import transformers
-from mxflash.transformers import register
-from tiny_models import assert_same_bits, assert_within, build, llama, step, tokens
 from torch import nn
 from transformers import AttentionInterface
+
+import mxflash
+import mxflash.capture
+from mxflash.transformers import register
+from tiny_models import assert_same_bits, assert_within, build, llama, step, tokens
 
 CUTS = [0, 13, 50, 64]
 POSITIONS = torch.cat([torch.arange(13), torch.arange(37), torch.arange(14)])[None]
@@ -288,9 +289,15 @@ def test_plain_torch_models():
 def test_nested_tensors_of_torch():
     parts = [torch.randn(n, 2, 8, generator=torch.Generator().manual_seed(n)) for n in (5, 9, 1)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
-    with mxflash.capture.record(nn.Identity()) as recording:
-        x = nested.transpose(1, 2)
-        o = nn.functional.scaled_dot_product_attention(x, x * 0.5, x)  # torch: not causal on a CPU.
+
+    class Model(nn.Module):
+        def forward(self, x):
+            x = x.transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(x, x * 0.5, x)  # torch: not causal on a CPU.
+
+    model = Model()
+    with mxflash.capture.record(model) as recording:
+        o = model(nested)
         (o.values() ** 2).sum().backward()
     t = recording[0]
     assert t["cu_seqlens"].tolist() == [0, 5, 14, 15]
@@ -299,6 +306,21 @@ def test_nested_tensors_of_torch():
     # Sums of 9 values of FP32, of size 3, with weights that FP32 logits of size 5 make.
     exact, _ = mxflash.exact_attention(t["q"], t["k"], t["v"], t["cu_seqlens"], causal=False)
     assert_within(exact, o.detach().transpose(1, 2).values(), 2.0**-19, "o")
+
+
+def test_other_models_in_the_block_are_not_recorded():
+    class Model(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    student, teacher = Model(), Model()
+    x = torch.randn(1, 2, 6, 8)
+    with mxflash.capture.record(student) as recording:
+        teacher(x * 100)
+        student(x)
+        teacher(x * 100)
+    assert recording.layers == [0]
+    assert_same_bits(recording[0]["q"], x[0].transpose(0, 1), "q")
 
 
 def test_torch_encoder():

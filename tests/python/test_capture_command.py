@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 
-import mxflash
-import mxflash.capture
 import numpy as np
 import pytest
 import torch
 import transformers
+
+import mxflash
+import mxflash.capture
 from mxflash import _capture_command
 from tiny_models import assert_same_bits, llama
 

@@ -31,9 +31,8 @@ from support import assert_same_bits
 def test_codes_are_the_command_lines(tensor, arguments, settings, capture, command_line):
     folder = command_line("quantize", CAPTURE, "--tensor", tensor, *arguments, "--out", "out.safetensors")
     want, _ = mxflash.load(folder / "out.safetensors")
-    side = "key" if tensor == "v" else "query"
     for x in (capture[tensor], capture[tensor].view(torch.uint16).numpy().view(ml_dtypes.bfloat16)):
-        got = mxflash.quantize(x, **settings, cu_seqlens=capture["cu_seqlens"], side=side)
+        got = mxflash.quantize(x, **settings, cu_seqlens=capture["cu_seqlens"])
         numpy.testing.assert_array_equal(numpy.asarray(got.codes), want["codes"])
         numpy.testing.assert_array_equal(numpy.asarray(got.scales), want["scales"])
         assert_same_bits(got.dequantized, want["dequantized"])
@@ -52,13 +51,18 @@ def test_codes_are_the_command_lines(tensor, arguments, settings, capture, comma
         ({"scale_rule": "uos"}, "uos"),
         ({"format": "nvfp4", "block": "dims:16", "scale_rule": "ceil"}, "scale_rule: ceil given with nvfp4"),
         ({"rounding": "up"}, "rounding: "),
-        ({"side": "left"}, "side: 'left' given"),
         ({"cu_seqlens": [0, 3]}, "cu_seqlens"),
     ],
 )
 def test_bad_requests_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         mxflash.quantize(torch.ones(64, 2, 32), **settings)
+
+
+def test_no_dims_are_refused():
+    for shape in ((3, 2, 0), (0, 2, 0), (3, 0, 0)):
+        with pytest.raises(ValueError, match="0 dims given"):
+            mxflash.quantize(torch.ones(shape))
 
 
 def test_files_go_round(tmp_path):
@@ -96,6 +100,8 @@ def test_bad_files_are_refused_and_outputs_are_whole_or_not_at_all(tmp_path):
         mxflash.load(CAPTURE, "jax")
     with pytest.raises(ValueError, match="x: type float64 given"):
         mxflash.save(bad, {"x": torch.zeros(3, dtype=torch.float64)})
+    with pytest.raises(ValueError, match="NUL"):
+        mxflash.save(bad, {"a\0b": torch.zeros(3)})
     with pytest.raises(ValueError, match="metadata: "):
         mxflash.save(bad, {"x": torch.zeros(3)}, {"causal": True})
     with pytest.raises(RuntimeError, match="folder"):

@@ -247,6 +247,19 @@ def test_bad_tensors_are_refused(change, message, problem):
         run({**problem([64]), **change})
 
 
+def test_default_devices_and_seeds_elsewhere(problem):
+    p = problem([33, 31])
+    want = run(p)
+    with torch.device("meta"):
+        got = attention(*(p[name] for name in NAMES), p["cu_seqlens"])
+    assert_same_bits(got, want[0])
+    with pytest.raises(ValueError, match="cu_seqlens_q: on meta given, cpu allowed"):
+        attention(*(p[name] for name in NAMES), p["cu_seqlens"].to("meta"))
+    for seed in (-1, 2**63, 1.5, torch.tensor(1.5), torch.tensor(1, device="meta")):
+        with pytest.raises(ValueError, match="seed: "):
+            attention(*(p[name] for name in NAMES), p["cu_seqlens"], seed=seed)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_c29_cuda_tensors_are_one_clear_line(problem):
     p = {name: tensor.cuda() for name, tensor in problem([64]).items()}

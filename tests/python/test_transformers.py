@@ -3,14 +3,15 @@
 import itertools
 import types
 
-import mxflash
-import mxflash.capture
 import pytest
 import torch
 import transformers
+from transformers import AttentionInterface
+
+import mxflash
+import mxflash.capture
 from mxflash.transformers import padding_mask, register
 from tiny_models import assert_same_bits, assert_within, build, llama, register_erring, step, tokens
-from transformers import AttentionInterface
 
 CUTS = [0, 13, 50, 64]  # Documents that begin and end inside of blocks.
 
@@ -34,6 +35,37 @@ def packed(by: str) -> dict:
         return {"position_ids": positions()}
     lengths = {"cu_seq_lens_q": offsets(), "cu_seq_lens_k": offsets(), "max_length_q": 37, "max_length_k": 37}
     return {"position_ids": positions()} | lengths
+
+
+@pytest.mark.parametrize("how", ["ones", "padded", "static", "compiled"])
+def test_a_mask_or_a_cache_beside_packed_positions_keeps_documents_apart(how):
+    register("mx-packed", recipe="bf16")
+    model = llama(attn_implementation="mx-packed")
+    ids, changed = tokens(1, 64), tokens(1, 64)
+    changed[:, : CUTS[1]] = tokens(1, CUTS[1], seed=2)
+    inputs = {"position_ids": positions(), "use_cache": how == "static"}
+    if how != "static":
+        inputs["attention_mask"] = torch.ones(1, 64, dtype=torch.int64)
+    if how == "padded":
+        inputs["attention_mask"][:, -2:] = 0
+    run = torch.compile(model, fullgraph=True, backend="eager") if how == "compiled" else model
+
+    def logits(x):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=80) if how == "static" else None
+        with torch.no_grad():
+            return run(x, past_key_values=cache, **inputs).logits[:, CUTS[1] : 62]
+
+    assert_same_bits(logits(changed), logits(ids), "logits of other documents")
+
+
+def test_padding_between_tokens_and_a_window_are_refused():
+    register("mx-packed", recipe="bf16")
+    changes = {"sliding_window": 6, "attn_implementation": "mx-packed"}
+    model = build(transformers.MistralForCausalLM, transformers.MistralConfig, **changes)
+    mask = torch.ones(1, 40, dtype=torch.int64)
+    mask[0, 15] = 0
+    with pytest.raises(ValueError, match="padding between tokens given with a sliding window"):
+        model(tokens(1, 40), attention_mask=mask)
 
 
 def measured_errors(model, ids, inputs, recipe) -> dict[str, float]:

@@ -29,7 +29,7 @@ def audit(
 ) -> Report:
     """Audits `fn(q, k, v, cu_seqlens)`, any attention of packed documents; docs/auditing.md says what each check is.
 
-    fn returns o [tokens_q, heads, value_dim] or (o, lse [tokens_q, heads]). It is called 60 to 120 times, with new
+    fn returns o [tokens_q, heads, value_dim] or (o, lse [tokens_q, heads]). It is called some dozens of times, with new
     arrays of q's framework, type and device: shapes as given, contiguous, cu_seqlens int32. With cu_seqlens_k it is
     called as fn(q, k, v, cu_seqlens, cu_seqlens_k). causal, window and scale say what fn computes; they are not passed
     to it.

@@ -40,7 +40,9 @@ class Auditor:
         subject, documents = self._subject, self._layout.documents
         long_enough = [index for index, one in enumerate(documents) if one.queries > 1]
         rounds = max(_LEAST_ROUNDS, -(-self._wanted // max(len(long_enough), 1))) if long_enough else 0
-        self._steps_in_all = rounds + 32 + planned_runs(self._layout, subject.o_shape[2])
+        self._steps_in_all = (
+            rounds + 28 + 4 * (max(len(documents), 1) - 1).bit_length() + planned_runs(self._layout, subject.o_shape[2])
+        )
         self._before = subject.run(subject.inputs)
         self._advance()
         self._exact = subject.exact()
@@ -130,17 +132,21 @@ class Auditor:
         return Check("determinism", "fails", words, tally.figures()), noise
 
     def _other_documents(self) -> Check:
-        """Every other document becomes another one: nothing may move in the rest."""
+        """Half of the documents become others, the rest must not move; any two are apart in some of the halves."""
         documents, tally = self._layout.documents, Tally()
-        for kind in ("resample", "outlier") if len(documents) > 1 else ():
-            for parity in (0, 1):
+        bits = [1 << place for place in range((len(documents) - 1).bit_length())]
+        halves = [(bit, value) for bit in bits for value in (0, bit)]
+        for kind in ("resample", "outlier"):
+            for bit, changed in halves:
                 tensors = self._probes.copy()
-                for document in documents[parity::2]:
-                    self._probes.change(tensors, "all", kind, document.q, document.k)
+                for index, document in enumerate(documents):
+                    if index & bit == changed:
+                        self._probes.change(tensors, "all", kind, document.q, document.k)
                 after = self._run(tensors)
                 tally.begin()
-                for index in range(1 - parity, len(documents), 2):
-                    self._compare_document(tally, after, index, documents[index], {"perturbation": kind})
+                for index, document in enumerate(documents):
+                    if index & bit != changed:
+                        self._compare_document(tally, after, index, document, {"perturbation": kind})
         cause = "with the contents of other documents"
         return self._check("other documents", tally, cause, "exchanges", "there is one document")
 
