@@ -164,7 +164,7 @@ nb::object give(Tensor tensor, bool numpy) {
   auto owner = std::make_unique<Tensor>(std::move(tensor));
   void* data = owner->data.data();
   const nb::capsule capsule(owner.get(), [](void* owned) noexcept { delete static_cast<Tensor*>(owned); });
-  static_cast<void>(owner.release());
+  [[maybe_unused]] const Tensor* held = owner.release();
   const auto array = [&]<class... Framework>(Framework...) {
     return nb::cast(
         nb::ndarray<Framework...>(data, shape.size(), shape.data(), capsule, nullptr, type, nb::device::cpu::value));

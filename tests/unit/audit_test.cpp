@@ -121,7 +121,7 @@ TEST(Audit, ExactAttentionIsExact) {
   ASSERT_TRUE(report.ok());
   EXPECT_TRUE(report->holds) << report->verdict;
   EXPECT_GT(report->backward.probes, 50);
-  EXPECT_EQ(report->documents.probes, 9);  // 2 kinds x 3 documents, and 3 moved
+  EXPECT_EQ(report->documents.probes, 15);  // 2 kinds x (1 + 2 + 1 + 2 documents in the other half), and 3 moved
 }
 
 /// Wraps exact attention and spoils its outputs.
@@ -205,7 +205,7 @@ TEST(Audit, FindsNeighboursAndPlaces) {
   Result<AuditReport> report = audit(neighbour, {}, pack.problem, pack.inputs(), probes(30));
   ASSERT_TRUE(report.ok());
   EXPECT_FALSE(report->holds);
-  EXPECT_GT(report->documents.leaks, 0);
+  EXPECT_GE(report->documents.leaks, 3);  // With either kind, though 0 and 2 are both even, and at another place.
 
   const auto place = spoiled([](const Problem& problem, const Inputs&, AttentionOutputs& out) {
     out.lse.set(0, static_cast<float>(problem.packing.documents()[0].q_length));
