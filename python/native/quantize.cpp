@@ -1,10 +1,9 @@
-#include "mxflash/quantize.hpp"
-
 #include <fmt/format.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include "bindings.hpp"
+#include "quantize/tensors.hpp"
 
 namespace mxflash::python {
 
@@ -50,25 +49,6 @@ QuantizeOptions options_of(const Request& request) {
   return options;
 }
 
-Tensor bytes_tensor(std::vector<std::int64_t> shape, const std::vector<std::uint8_t>& bytes) {
-  Tensor tensor = Tensor::uninitialized(DType::u8, std::move(shape));
-  if (!bytes.empty()) std::memcpy(tensor.data.data(), bytes.data(), bytes.size());
-  return tensor;
-}
-
-Tensor dequantized_tensor(const Quantized& quantized) {
-  Tensor tensor = Tensor::uninitialized(DType::f32, quantized.shape);
-  std::int64_t index = 0;
-  for (std::int64_t token = 0; token < quantized.shape[0]; ++token) {
-    for (std::int64_t head = 0; head < quantized.shape[1]; ++head) {
-      for (std::int64_t dim = 0; dim < quantized.shape[2]; ++dim) {
-        tensor.set(index++, quantized.dequantized(token, head, dim));
-      }
-    }
-  }
-  return tensor;
-}
-
 /// (codes, scales, dequantized)
 nb::tuple quantize_array(const Array& x, const std::optional<Array>& cu_seqlens, const Request& request) {
   const TensorView view = view_of("x", x);
@@ -78,11 +58,9 @@ nb::tuple quantize_array(const Array& x, const std::optional<Array>& cu_seqlens,
     const nb::gil_scoped_release release;
     return quantize(view, packing, options, request.threads);
   }());
-  const bool tensor_wide = options.operand.block == Block::tensor();
-  Tensor scales = tensor_wide ? Tensor::from_floats(DType::f32, {1}, {quantized.tensor_scale})
-                              : bytes_tensor(quantized.scale_shape, quantized.scales);
-  return nb::make_tuple(give(bytes_tensor(quantized.shape, quantized.codes), request.numpy),
-                        give(std::move(scales), request.numpy), give(dequantized_tensor(quantized), request.numpy));
+  QuantizedTensors tensors = tensors_of(quantized, options.operand);
+  return nb::make_tuple(give(std::move(tensors.codes), request.numpy), give(std::move(tensors.scales), request.numpy),
+                        give(std::move(tensors.dequantized), request.numpy));
 }
 
 }  // namespace

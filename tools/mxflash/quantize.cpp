@@ -5,13 +5,14 @@
 #include <fmt/ranges.h>
 
 #include <array>
-#include <cstring>
 #include <memory>
+#include <utility>
 
 #include "arguments.hpp"
 #include "capture.hpp"
 #include "mxflash/safetensors.hpp"
 #include "output.hpp"
+#include "quantize/tensors.hpp"
 #include "verbs.hpp"
 
 namespace mxflash::tool {
@@ -78,25 +79,6 @@ Result<Packing> packing_for(const TensorFile& file, const QuantizeArguments& arg
   return Packing::single(tokens, tokens);
 }
 
-Tensor bytes_tensor(std::vector<std::int64_t> shape, const std::vector<std::uint8_t>& bytes) {
-  Tensor tensor = Tensor::zeros(DType::u8, std::move(shape));
-  if (!bytes.empty()) std::memcpy(tensor.data.data(), bytes.data(), bytes.size());
-  return tensor;
-}
-
-Tensor dequantized_tensor(const Quantized& quantized) {
-  Tensor tensor = Tensor::zeros(DType::f32, quantized.shape);
-  std::int64_t index = 0;
-  for (std::int64_t token = 0; token < quantized.shape[0]; ++token) {
-    for (std::int64_t head = 0; head < quantized.shape[1]; ++head) {
-      for (std::int64_t dim = 0; dim < quantized.shape[2]; ++dim) {
-        tensor.set(index++, quantized.dequantized(token, head, dim));
-      }
-    }
-  }
-  return tensor;
-}
-
 /// What the scales are and how their places follow from a (token, head, dim).
 std::string scale_layout(const Operand& operand) {
   if (operand.block == Block::tensor()) return "[1] F32, one for the whole tensor";
@@ -110,11 +92,10 @@ std::string scale_layout(const Operand& operand) {
 
 TensorFile make_file(const QuantizeArguments& arguments, const Operand& operand, const Quantized& quantized) {
   TensorFile file;
-  file.tensors["codes"] = bytes_tensor(quantized.shape, quantized.codes);
-  file.tensors["scales"] = operand.block == Block::tensor()
-                               ? Tensor::from_floats(DType::f32, {1}, {quantized.tensor_scale})
-                               : bytes_tensor(quantized.scale_shape, quantized.scales);
-  file.tensors["dequantized"] = dequantized_tensor(quantized);
+  QuantizedTensors tensors = tensors_of(quantized, operand);
+  file.tensors["codes"] = std::move(tensors.codes);
+  file.tensors["scales"] = std::move(tensors.scales);
+  file.tensors["dequantized"] = std::move(tensors.dequantized);
   const bool has_rule = operand.encoding != Encoding::nvfp4 && operand.block != Block::tensor();
   file.metadata = {{"tensor", arguments.tensor},
                    {"format", to_string(operand.encoding)},
