@@ -50,7 +50,6 @@ void measure(TokenOperand& operand, const Packing& packing, Side side, int threa
 
 Plan make_plan(const Problem& problem, const Recipe& recipe, const Inputs& inputs, const Options& options) {
   Plan plan;
-  plan.packing = &problem.packing;
   plan.mask = problem.mask;
   plan.recipe = &recipe;
   plan.heads = inputs.q.heads();

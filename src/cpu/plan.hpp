@@ -29,7 +29,6 @@ struct TokenOperand {
 };
 
 struct Plan {
-  const Packing* packing = nullptr;
   Mask mask;
   const Recipe* recipe = nullptr;
   std::int64_t heads = 0;
