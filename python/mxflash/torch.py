@@ -6,6 +6,7 @@ o.backward(do)
 """
 
 import torch
+from torch import library
 
 from mxflash import _native
 from mxflash._arrays import put, take
@@ -80,7 +81,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-@torch.library.custom_op("mxflash::attention", mutates_args=())
+@library.custom_op("mxflash::attention", mutates_args=())
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -101,7 +102,7 @@ def _attention(
     return torch.from_dlpack(o), torch.from_dlpack(lse)
 
 
-@torch.library.custom_op("mxflash::attention_backward", mutates_args=())
+@library.custom_op("mxflash::attention_backward", mutates_args=())
 def _attention_backward(
     do: torch.Tensor | None,
     q: torch.Tensor,

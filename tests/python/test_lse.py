@@ -12,6 +12,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import library
 
 import mxflash
 from mxflash.torch import attention
@@ -206,7 +207,7 @@ def test_c25_opcheck_of_the_backward():
     rest = (q, k, v, None, None, torch.tensor(0), "mxfp8", 2**31 - 1, 0, None, "auto", None, False)
     dlse = q.new_ones(40, 2)
     for arguments in ((do, *rest), (do, *rest, None), (None, *rest, dlse), (do, *rest, dlse)):
-        results = torch.library.opcheck(torch.ops.mxflash.attention_backward, arguments)
+        results = library.opcheck(torch.ops.mxflash.attention_backward, arguments)
         assert set(results.values()) == {"SUCCESS"}
 
 

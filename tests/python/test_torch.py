@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch import library
 from torch.utils.checkpoint import checkpoint
 
 import mxflash
@@ -26,7 +27,7 @@ def run(p, **settings):
     return o, *torch.autograd.grad(o, (q, k, v), p["do"])
 
 
-def library(p, **settings):
+def native(p, **settings):
     o, lse = mxflash.attention(p["q"], p["k"], p["v"], p["cu_seqlens"], **settings)
     return o, *mxflash.attention_backward(p["do"], p["q"], p["k"], p["v"], o, lse, p["cu_seqlens"], **settings)
 
@@ -46,7 +47,7 @@ def test_a_capture_has_the_command_lines_bits(recipe, capture, command_line):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_types(dtype, problem):
     p = problem([33, 31], dtype=dtype)
-    assert_all_same(run(p), library(p))
+    assert_all_same(run(p), native(p))
 
 
 def softmax_loss(p, o_weight):
@@ -87,7 +88,7 @@ def test_c13_an_expanded_gradient(problem):
     p = problem([33, 31])
     q, k, v = leaves(p)
     attention(q, k, v, p["cu_seqlens"]).sum().backward()  # Its dO is a 1 with strides of 0.
-    want = library({**p, "do": torch.ones_like(p["do"])})
+    want = native({**p, "do": torch.ones_like(p["do"])})
     assert_all_same((want[0], q.grad, k.grad, v.grad), want)
 
 
@@ -121,7 +122,7 @@ def test_c25_compiles_with_seeds_and_own_recipes(recipe, problem):
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, p["cu_seqlens"], recipe=text), fullgraph=True)
     q, k, v = leaves(p)
     o = compiled(q, k, v)
-    assert_same_bits(o, library(p, recipe=text)[0])
+    assert_same_bits(o, native(p, recipe=text)[0])
     assert torch.autograd.grad(o, q, p["do"])[0].isfinite().all()
 
 
@@ -147,7 +148,7 @@ def opcheck_arguments(p, recipe):
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp4"])
 def test_c25_opcheck(recipe, problem):
     arguments = opcheck_arguments(problem([10, 54], dtype=torch.float32), recipe)
-    results = torch.library.opcheck(torch.ops.mxflash.attention, arguments)
+    results = library.opcheck(torch.ops.mxflash.attention, arguments)
     assert set(results.values()) == {"SUCCESS"}
 
 
@@ -207,7 +208,7 @@ def test_autocast_takes_its_type(problem):
     assert o.dtype == torch.bfloat16
     dq, dk = torch.autograd.grad(o, (q, k), p["do"].to(torch.bfloat16))
     assert dq.dtype == dk.dtype == torch.float32
-    want = library({name: t if name == "cu_seqlens" else t.to(torch.bfloat16) for name, t in p.items()})
+    want = native({name: t if name == "cu_seqlens" else t.to(torch.bfloat16) for name, t in p.items()})
     assert_same_bits(dq.to(torch.bfloat16), want[1])
 
 
@@ -218,7 +219,7 @@ def test_no_gradient_is_asked_of_what_needs_none(problem):
     assert lse.shape == (33, 4)
     q = p["q"].clone().requires_grad_()
     attention(q, p["k"], p["v"], p["cu_seqlens"]).backward(p["do"])
-    assert_same_bits(q.grad, library(p)[1])
+    assert_same_bits(q.grad, native(p)[1])
 
 
 def test_windows_scale_and_own_offsets_of_keys(problem):
