@@ -6,7 +6,6 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings.hpp"
-#include "problem.hpp"
 
 namespace mxflash::python {
 
@@ -17,6 +16,34 @@ std::int64_t bound_of(std::optional<std::int64_t> bound) {
   if (*bound >= -Mask::unbounded && *bound <= Mask::unbounded) return *bound;
   raise(invalid(
       fmt::format("window: {} given, {} to {} or None (no bound) allowed", *bound, -Mask::unbounded, Mask::unbounded)));
+}
+
+/// The arrays of one call.
+struct Arguments {
+  Array q;
+  Array k;
+  Array v;
+  std::optional<Array> dout;
+  std::optional<Array> dlse;
+  Offsets offsets;
+  /// (left, right) in keys, None: no bound.
+  std::pair<std::optional<std::int64_t>, std::optional<std::int64_t>> window;
+  std::optional<float> scale;
+};
+
+/// Views into the caller's arrays, which Arguments keeps alive.
+struct Call {
+  Problem problem;
+  Inputs inputs;
+};
+
+Call call_of(const Arguments& arguments) {
+  Inputs inputs{view_of("q", arguments.q), view_of("k", arguments.k), view_of("v", arguments.v), std::nullopt};
+  if (arguments.dout) inputs.dout = view_of("do", *arguments.dout);
+  if (arguments.dlse) inputs.dlse = rows_view_of("dlse", *arguments.dlse);
+  Problem problem{packing_of(arguments.offsets, inputs.q.tokens(), inputs.k.tokens()),
+                  Mask::window(bound_of(arguments.window.first), bound_of(arguments.window.second)), arguments.scale};
+  return {std::move(problem), inputs};
 }
 
 /// Engine, threads, seed and determinism; `causality` is of the backward, None: the recipe's own.
@@ -92,15 +119,6 @@ nb::tuple float64_backward(const Arguments& arguments, const Settings& settings)
 }
 
 }  // namespace
-
-Call call_of(const Arguments& arguments) {
-  Inputs inputs{view_of("q", arguments.q), view_of("k", arguments.k), view_of("v", arguments.v), std::nullopt};
-  if (arguments.dout) inputs.dout = view_of("do", *arguments.dout);
-  if (arguments.dlse) inputs.dlse = rows_view_of("dlse", *arguments.dlse);
-  Problem problem{packing_of(arguments.offsets, inputs.q.tokens(), inputs.k.tokens()),
-                  Mask::window(bound_of(arguments.window.first), bound_of(arguments.window.second)), arguments.scale};
-  return {std::move(problem), inputs};
-}
 
 void bind_attention(nb::module_& module) {
   nb::class_<Arguments>(module, "Arguments", "The arrays of one call; nothing is copied.")

@@ -7,7 +7,6 @@
 namespace mxflash::python {
 
 void bind_attention(nb::module_& module);
-void bind_audit(nb::module_& module);
 void bind_files(nb::module_& module);
 void bind_lists(nb::module_& module);
 void bind_quantize(nb::module_& module);

@@ -12,6 +12,5 @@ NB_MODULE(_native, module) {
   mxflash::python::bind_attention(module);
   mxflash::python::bind_quantize(module);
   mxflash::python::bind_lists(module);
-  mxflash::python::bind_audit(module);
   mxflash::python::bind_files(module);
 }
