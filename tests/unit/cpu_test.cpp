@@ -119,7 +119,6 @@ void expect_codes(const cpu::InstructionSet& set, const Tensor& tensor, const Pa
   const Result<Quantized> want = quantize(view, packing, options, 1);
   ASSERT_TRUE(want.ok());
   cpu::Plan plan;
-  plan.packing = &packing;
   plan.seed = options.seed;
   plan.rotation_shift = (std::countr_zero(static_cast<std::uint64_t>(view.dims())) + 1) / 2;
   cpu::TokenOperand operand;
