@@ -1,0 +1,61 @@
+// Attention on an NVIDIA Hopper GPU, on device pointers and a stream: nothing is allocated, nothing waits for the device.
+//
+//   const ForwardCall call{{cu_seqlens_q, cu_seqlens_k, documents}, {q, k, v}, {o, lse}};
+//   const std::size_t bytes = *cuda::workspace_bytes(call, recipe);            // O(tokens), whatever the packing
+//   cuda::forward(call, recipe, {workspace, bytes, stream});                   // may be captured in a graph
+//   cuda::check({workspace, bytes, stream});                                   // waits; were the offsets well formed?
+//
+// A library built without CUDA has these functions too; they say so.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "mxflash/attention.hpp"
+
+namespace mxflash::cuda {
+
+/// Packed documents whose offsets lie on the device, so that one graph serves every packing of the same totals.
+struct DeviceDocuments {
+  const std::int32_t* cu_seqlens_q = nullptr;  ///< [documents + 1]; as Packing::make asks, but see check.
+  const std::int32_t* cu_seqlens_k = nullptr;  ///< [documents + 1]
+  std::int64_t documents = 0;
+  Mask mask = Mask::causal();
+  std::optional<float> scale = std::nullopt;  ///< Absent: 1 / sqrt(head_dim).
+};
+
+/// Contiguous, on the device.
+struct ForwardOutputs {
+  std::byte* o = nullptr;  ///< [tokens_q, heads, value_dim], the inputs' type; 16-byte aligned.
+  float* lse = nullptr;    ///< [tokens_q, heads], natural log.
+};
+
+/// The views of `inputs` point to device memory; dout and dlse are not read.
+struct ForwardCall {
+  DeviceDocuments documents;
+  Inputs inputs;
+  ForwardOutputs outputs;
+};
+
+/// Where a call runs: on the current device. `workspace` is device memory, 1,024-byte aligned.
+struct Execution {
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+  void* stream = nullptr;  ///< A cudaStream_t.
+};
+
+/// Whether this build and the current device can run it at all; the error says what is missing.
+Status available();
+/// Whether the forward of this recipe runs on the device; the error says why not.
+Status supports(const Recipe& recipe);
+
+/// Depends on shapes, types and the number of documents alone. Refuses what forward refuses.
+Result<std::size_t> workspace_bytes(const ForwardCall& call, const Recipe& recipe);
+/// Refuses whatever the host can see, before anything is written. Offsets are checked on the device: malformed ones
+/// fill o and lse with NaN and are reported by `check`.
+Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& execution);
+/// Waits for the stream; an error if the last call in this workspace had malformed offsets or a kernel failed.
+Status check(const Execution& execution);
+
+}  // namespace mxflash::cuda
