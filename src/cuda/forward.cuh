@@ -1,0 +1,141 @@
+// The forward kernel's parts: what a block shares, the producer, the consumers.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/documents.cuh"
+#include "cuda/kernels.hpp"
+#include "cuda/sm90.cuh"
+
+namespace mxflash::cuda {
+
+inline constexpr int kForwardThreads = 3 * kWarpgroup;
+inline constexpr int kConsumerWarps = 8;
+/// Tiles after which sums move from the tensor cores' accumulators, which keep 13 fraction bits, into FP32.
+inline constexpr int kTilesBetweenSums = 8;
+
+template <int kKeyDimsOf, int kValueDimsOf, int kStagesOf, class QkAtomOf, class PvAtomOf>
+struct Traits {
+  static constexpr int kKeyDims = kKeyDimsOf;
+  static constexpr int kValueDims = kValueDimsOf;
+  static constexpr int kStages = kStagesOf;
+  static constexpr int kKeys = 128;
+  static constexpr int kRowBytes = kKeyDims < 128 ? kKeyDims : 128;
+  static constexpr int kChunks = kKeyDims / kRowBytes;
+  static constexpr int kScores = kKeys / 2;                // Registers of a thread.
+  static constexpr int kOutputs = kValueDims / 2;          // The same.
+  static constexpr int kSums = kOutputs + 4;               // With the row sum.
+  static constexpr int kValueRows = kValueDims + 8;        // What the MMA reads; the copy fills one of the last eight.
+  using QkAtom = QkAtomOf;
+  using PvAtom = PvAtomOf;
+};
+
+using Traits64 = Traits<64, 64, 6, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>,
+                        cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>>;
+using Traits128 = Traits<128, 128, 4, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>,
+                         cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>>;
+using Traits256 = Traits<256, 128, 2, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>,
+                         cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>>;
+
+struct ForwardParameters {
+  Sizes sizes;
+  Band band;
+  Workspace workspace;
+  float logit_scale;
+  DType dtype;
+  void* o;
+  float* lse;
+  CUtensorMap query_map;
+  CUtensorMap key_map;
+  CUtensorMap value_map;
+  CUtensorMap scale_map;
+};
+
+/// Tiles [first, end) of the document, from its first key on; those that a query of the block sees.
+struct TileSpan {
+  std::int32_t first;
+  std::int32_t end;
+};
+
+/// What the producer tells the consumers about a piece of work.
+struct Work {
+  Item item;
+  std::int32_t head;  // -1: no more.
+  std::int32_t part;
+  TileSpan tiles;
+  Range range;      // Over the tiles.
+  float reference;  // Of the row sum.
+};
+
+template <class Traits>
+struct ForwardShared {
+  struct alignas(1024) Keys {
+    std::uint8_t codes[Traits::kKeys * Traits::kKeyDims];
+  };
+  struct alignas(1024) Values {
+    std::uint8_t codes[Traits::kValueRows * Traits::kKeys];
+  };
+  struct alignas(1024) Queries {
+    std::uint8_t codes[kTileRows * Traits::kKeyDims];
+  };
+  struct alignas(128) Scales {
+    KeyScale keys[Traits::kKeys];
+  };
+  Queries queries;
+  Keys keys[Traits::kStages];
+  Values values[Traits::kStages];
+  Scales scales[Traits::kStages];
+  float sums[2][Traits::kOutputs][kWarpgroup];  // Of the consumers' threads, in FP32.
+  Range ranges[Traits::kStages];
+  Work work[2];
+  alignas(8) Barrier queries_full;
+  Barrier queries_empty;
+  Barrier keys_full[Traits::kStages];
+  Barrier keys_empty[Traits::kStages];
+  Barrier values_full[Traits::kStages];
+  Barrier values_empty[Traits::kStages];
+  Barrier work_full[2];
+  Barrier work_empty[2];
+
+  __device__ void initialize() {
+    queries_full.init(1);
+    queries_empty.init(kConsumerWarps);
+    for (int s = 0; s < Traits::kStages; ++s) {
+      keys_full[s].init(1);
+      keys_empty[s].init(kConsumerWarps);
+      values_full[s].init(1);
+      values_empty[s].init(kConsumerWarps);
+    }
+    for (int s = 0; s < 2; ++s) {
+      work_full[s].init(1);
+      work_empty[s].init(kConsumerWarps);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+};
+
+/// The offsets are malformed: nothing is read through them.
+__device__ inline void write_nan(const ForwardParameters& p) {
+  const std::int64_t rows = std::int64_t{p.sizes.tokens_q} * p.sizes.heads;
+  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
+  const std::int64_t first = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const float nan = detail::float_of(detail::kNanBits);
+  for (std::int64_t i = first; i < rows; i += step) p.lse[i] = nan;
+  for (std::int64_t i = first; i < rows * p.sizes.value_dim; i += step) {
+    switch (p.dtype) {
+      case DType::bf16: static_cast<__nv_bfloat16*>(p.o)[i] = __float2bfloat16_rn(nan); break;
+      case DType::f16: static_cast<__half*>(p.o)[i] = __float2half_rn(nan); break;
+      default: static_cast<float*>(p.o)[i] = nan;
+    }
+  }
+}
+
+}  // namespace mxflash::cuda
+
+#include "cuda/forward_consumer.cuh"
+#include "cuda/forward_producer.cuh"

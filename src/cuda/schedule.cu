@@ -1,0 +1,105 @@
+// The work list, made on the device: one thread a slot finds its block of queries, CUB sorts.
+#include <cub/device/device_radix_sort.cuh>
+
+#include "cuda/documents.cuh"
+#include "cuda/kernels.hpp"
+
+namespace mxflash::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+/// Malformed offsets: everything after this kernel reads `status` before it follows them.
+__device__ std::uint32_t broken_rules(const ScheduleArguments& a, std::int32_t document) {
+  std::uint32_t broken = 0;
+  const std::int32_t* q = a.offsets.q;
+  const std::int32_t* k = a.offsets.k;
+  if (q[document + 1] < q[document]) broken |= kQOrder;
+  if (k[document + 1] < k[document]) broken |= kKOrder;
+  if (document == 0 && q[0] != 0) broken |= kQStart;
+  if (document == 0 && k[0] != 0) broken |= kKStart;
+  if (document == a.sizes.documents - 1) {
+    if (q[document + 1] != a.sizes.tokens_q) broken |= kQEnd;
+    if (k[document + 1] != a.sizes.tokens_k) broken |= kKEnd;
+  }
+  return broken;
+}
+
+__device__ std::uint64_t visible_pairs(const Item& item, const Band& band) {
+  std::int64_t pairs = 0;
+  for (std::int32_t query = 0; query < item.queries; ++query) {
+    const KeySpan span = visible_keys(item.first_position + std::int64_t{query}, item.keys, band);
+    pairs += span.end - span.begin;
+  }
+  return static_cast<std::uint64_t>(pairs);
+}
+
+__device__ Item item_of(const ScheduleArguments& a, std::int32_t document, std::int32_t block) {
+  Item item;
+  item.document = document;
+  item.query_begin = block * kTileRows;
+  const std::int32_t q_begin = a.offsets.q[document];
+  const std::int32_t q_length = a.offsets.q[document + 1] - q_begin;
+  item.query_row = q_begin + item.query_begin;
+  item.queries = min(kTileRows, q_length - item.query_begin);
+  item.key_row = a.offsets.k[document];
+  item.keys = a.offsets.k[document + 1] - item.key_row;
+  item.first_position = item.query_begin + item.keys - q_length;
+  item.first_tile = first_slot(a.offsets.k, document);
+  return item;
+}
+
+__global__ void items_kernel(const ScheduleArguments a) {
+  const std::int64_t index = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index < a.sizes.documents) {
+    const std::uint32_t broken = broken_rules(a, static_cast<std::int32_t>(index));
+    if (broken != 0) atomicOr(&a.workspace.control->status, broken);
+  }
+  if (index >= a.sizes.item_slots()) return;
+  const auto slot = static_cast<std::int32_t>(index);
+  const std::int32_t document = document_of_slot(a.offsets.q, a.sizes.documents, slot);
+  const std::int32_t block = slot - first_slot(a.offsets.q, document);
+  const std::int32_t length = a.offsets.q[document + 1] - a.offsets.q[document];
+  const bool used = block >= 0 && std::int64_t{block} * kTileRows < length;
+  std::uint64_t cost = 0;
+  if (used) {
+    const Item item = item_of(a, document, block);
+    a.workspace.items[slot] = item;
+    cost = visible_pairs(item, a.band) + 1;
+  }
+  a.workspace.costs[slot] = cost;
+  a.workspace.slots[slot] = slot;
+}
+
+/// Bits that the largest cost can have: one pass of the sort fewer for each eight that are not there.
+int cost_bits(const Sizes& sizes) {
+  const auto most = static_cast<std::uint64_t>(sizes.tokens_k) * kTileRows + 1;
+  int bits = 0;
+  while ((most >> bits) != 0) ++bits;
+  return bits;
+}
+
+}  // namespace
+
+std::int64_t sort_scratch_bytes(std::int64_t slots) {
+  std::size_t bytes = 0;
+  const cudaError_t error = cub::DeviceRadixSort::SortPairsDescending(
+      nullptr, bytes, static_cast<const std::uint64_t*>(nullptr), static_cast<std::uint64_t*>(nullptr),
+      static_cast<const std::int32_t*>(nullptr), static_cast<std::int32_t*>(nullptr), slots);
+  return error == cudaSuccess ? static_cast<std::int64_t>(bytes) : -static_cast<std::int64_t>(error);
+}
+
+int launch_schedule(const ScheduleArguments& arguments, void* stream) {
+  auto* on = static_cast<cudaStream_t>(stream);
+  const Workspace& work = arguments.workspace;
+  const std::int64_t slots = arguments.sizes.item_slots();
+  const std::int64_t threads = slots > arguments.sizes.documents ? slots : arguments.sizes.documents;
+  if (const cudaError_t error = cudaMemsetAsync(work.control, 0, sizeof(Control), on); error != cudaSuccess) return error;
+  items_kernel<<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, on>>>(arguments);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  std::size_t bytes = work.sort_bytes;
+  return cub::DeviceRadixSort::SortPairsDescending(work.sort, bytes, work.costs, work.costs_out, work.slots, work.order,
+                                                   slots, 0, cost_bits(arguments.sizes), on);
+}
+
+}  // namespace mxflash::cuda

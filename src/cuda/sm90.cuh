@@ -1,0 +1,102 @@
+// The few Hopper instructions that the kernels use, over CuTe's atoms: warpgroup MMAs on arrays of registers,
+// shared-memory descriptors, transaction barriers, the copy engine.
+#pragma once
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm90_desc.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cstdint>
+#include <utility>
+
+namespace mxflash::cuda {
+
+using Barrier = cutlass::arch::ClusterTransactionBarrier;
+using ScaleOut = cute::SM90::GMMA::ScaleOut;
+
+inline constexpr int kWarpgroup = 128;
+
+/// Of rows that lie along the contraction and are as wide as the swizzle: `kRowBytes` is 128 or 64, eight rows a group.
+/// A step of 32 bytes along the contraction adds 2.
+template <int kRowBytes>
+__device__ std::uint64_t descriptor(const void* rows) {
+  static_assert(kRowBytes == 128 || kRowBytes == 64);
+  constexpr std::uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
+  constexpr std::uint64_t kGroup = kRowBytes * 8 / 16;
+  const std::uint64_t address = (cute::cast_smem_ptr_to_uint(rows) & 0x3FFFFU) / 16;
+  return address | std::uint64_t{1} << 16 | kGroup << 32 | kSwizzle << 62;
+}
+
+template <class Atom, int kCount, std::size_t... kIndex>
+__device__ void multiply(std::uint64_t a, std::uint64_t b, float (&d)[kCount], ScaleOut scale,
+                         std::index_sequence<kIndex...>) {
+  Atom::fma(a, b, d[kIndex]..., scale);
+}
+/// d = a b, or d += a b; both from shared memory.
+template <class Atom, int kCount>
+__device__ void multiply(std::uint64_t a, std::uint64_t b, float (&d)[kCount], ScaleOut scale) {
+  multiply<Atom>(a, b, d, scale, std::make_index_sequence<kCount>{});
+}
+
+template <class Atom, int kCount, std::size_t... kIndex>
+__device__ void multiply(const std::uint32_t* a, std::uint64_t b, float (&d)[kCount], ScaleOut scale,
+                         std::index_sequence<kIndex...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., scale);
+}
+/// The same with a from four registers.
+template <class Atom, int kCount>
+__device__ void multiply(const std::uint32_t* a, std::uint64_t b, float (&d)[kCount], ScaleOut scale) {
+  multiply<Atom>(a, b, d, scale, std::make_index_sequence<kCount>{});
+}
+
+/// Keeps the compiler from moving uses of accumulators over a wait.
+template <class Register, int kCount>
+__device__ void fence(Register (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
+}
+
+/// A stage and the parity of its barriers.
+struct Place {
+  std::uint32_t stage = 0;
+  std::uint32_t phase = 0;
+
+  template <int kStages>
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+/// min and max that keep a NaN.
+__device__ inline float held(float x, float most) {
+  float y = 0;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(most));
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-most));
+  return y;
+}
+
+__device__ inline float exp2_fast(float x) {
+  float y = 0;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// 2^x of an integer x <= 0, exact; 0 below the normal numbers and for -inf.
+__device__ inline float exact_pow2(float x) {
+  return x < -126.0F ? 0.0F : __int_as_float((static_cast<int>(x) + 127) << 23);
+}
+
+/// Two E4M3 codes, `low` in the low byte.
+__device__ inline std::uint32_t to_e4m3(float low, float high) {
+  std::uint16_t codes = 0;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+
+}  // namespace mxflash::cuda
