@@ -8,7 +8,7 @@ export TIDY # Folders for clang-tidy, as src|tools; empty: all.
 peers = build/peers-venv
 build = cmake --preset $(1) && cmake --build --preset $(1) --parallel $(JOBS)
 
-.PHONY: help demo test python lint format asan tsan neon coverage fuzz peers setup setup-dev setup-neon clean
+.PHONY: help demo test python lint format asan tsan neon gpu coverage fuzz peers setup setup-dev setup-neon setup-gpu clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -46,6 +46,11 @@ neon: setup-neon ## Builds for AArch64, tests its NEON engine under an emulator
 	$(call build,neon)
 	ctest --preset neon --parallel $(JOBS)
 
+gpu: setup-gpu ## Builds the CUDA engine, reads its machine code; its tests where there is a device
+	$(call build,gpu)
+	python3 scripts/check_sass.py build/gpu/tools/mxflash/mxflash
+	ctest --preset gpu --parallel $(JOBS)
+
 fuzz: setup-dev ## Each fuzzer for FUZZ_SECONDS (30) from its corpus
 	$(call build,tidy)
 	scripts/fuzz.sh $(FUZZ_SECONDS)
@@ -66,6 +71,9 @@ setup-dev: ## Installs what the tests and linters need as well
 
 setup-neon: ## Installs what building for AArch64 and its tests need
 	scripts/setup.sh neon
+
+setup-gpu: ## Installs what building the CUDA engine and its tests need
+	scripts/setup.sh gpu
 
 clean: ## Removes what building and the demo made; keeps .venv and .sysroot-arm64
 	rm -rf build demo

@@ -2,21 +2,34 @@
 # CMakeLists.txt is the order of the dependencies.
 add_library(mxflash_options INTERFACE)
 target_include_directories(mxflash_options INTERFACE ${PROJECT_SOURCE_DIR}/include)
+set(
+  warnings
+  -Wall
+  -Wextra
+  -Wpedantic
+  -Wshadow
+  -Wconversion
+  -Wsign-conversion
+  -Wnon-virtual-dtor
+  -Wold-style-cast
+)
+# A fused multiply-add rounds once where the contract rounds twice: the codes would depend on the compiler.
+set(rounding -ffp-contract=off)
 target_compile_options(
   mxflash_options
-  INTERFACE
-    -Wall
-    -Wextra
-    -Wpedantic
-    -Wshadow
-    -Wconversion
-    -Wsign-conversion
-    -Wnon-virtual-dtor
-    -Wold-style-cast
-    # A fused multiply-add rounds once where the contract rounds twice: the codes would depend on the compiler.
-    -ffp-contract=off
-    $<$<BOOL:${MXFLASH_WARNINGS_AS_ERRORS}>:-Werror>
+  INTERFACE $<$<COMPILE_LANGUAGE:CXX>:${warnings};${rounding};$<$<BOOL:${MXFLASH_WARNINGS_AS_ERRORS}>:-Werror>>
 )
+if(MXFLASH_CUDA)
+  # nvcc's own code for the host has casts and line markers that these would report.
+  list(REMOVE_ITEM warnings -Wpedantic -Wold-style-cast)
+  list(JOIN warnings "," warnings)
+  target_compile_options(
+    mxflash_options
+    INTERFACE
+      $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${warnings},${rounding};--expt-relaxed-constexpr>
+      $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${MXFLASH_WARNINGS_AS_ERRORS}>>:-Werror=all-warnings;-Xcompiler=-Werror>
+  )
+endif()
 if(MXFLASH_SANITIZE)
   # Not a generator expression: the list of sanitizers has commas.
   target_compile_options(

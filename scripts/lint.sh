@@ -17,11 +17,11 @@ files() { # files <folder>... -- <name>...: sorted, null-terminated
   for name in "${@:2}"; do names+=(-o -name "$name"); done
   find "${folders[@]}" -type f \( "${names[@]}" \) -print0 | sort --zero-terminated
 }
-mapfile -d '' cpp < <(files include src tools python tests bench examples -- '*.cpp' '*.hpp')
+mapfile -d '' cpp < <(files include src tools python tests bench examples -- '*.cpp' '*.hpp' '*.cu' '*.cuh')
 mapfile -d '' cmake < <(files CMakeLists.txt cmake src tools python tests bench examples -- CMakeLists.txt '*.cmake')
 mapfile -d '' python < <(files python scripts tests examples bench -- '*.py')
 mapfile -d '' shell < <(files scripts tests .ci -- '*.sh' run)
-echo "lint: ${#cpp[@]} C++, ${#cmake[@]} CMake, ${#python[@]} Python and ${#shell[@]} shell files"
+echo "lint: ${#cpp[@]} C++ and CUDA, ${#cmake[@]} CMake, ${#python[@]} Python and ${#shell[@]} shell files"
 if [[ $mode == fix ]]; then
   clang-format-19 -i "${cpp[@]}"
   .venv/bin/gersemi --in-place "${cmake[@]}"

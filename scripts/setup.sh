@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs on Debian 12 what is missing, as root or through sudo: "setup.sh" what building and running needs,
 # "setup.sh dev" also what the tests, the linters and the fuzzers need, "setup.sh neon" what building for AArch64 and
-# running its tests needs, and nothing else. Debian's release fixes the major versions.
+# running its tests needs, and nothing else, "setup.sh gpu" what building the CUDA engine and its tests needs, the
+# compiler included. Debian's release fixes the major versions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,8 +21,12 @@ case "${1:-}" in
     requirements=()
     arm64=(libfmt-dev libfmt9 libhwy-dev libhwy1 libgtest-dev libgmock-dev libthread-pool-dev nlohmann-json3-dev)
     ;;
+  gpu)
+    packages+=(libgtest-dev libgmock-dev)
+    requirements+=(requirements-dev.txt requirements-gpu.txt)
+    ;;
   *)
-    echo "setup.sh: argument '$1' given; allowed: none, dev, or neon" >&2
+    echo "setup.sh: argument '$1' given; allowed: none, dev, neon, or gpu" >&2
     exit 2
     ;;
 esac
@@ -79,4 +84,9 @@ for file in "${requirements[@]}"; do
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 3 "${deps[@]}" --requirement "$file"
     cp "$file" ".venv/$file"
   fi
+done
+
+# The wheels have lib/ alone, and nvcc looks for its runtime in lib64/.
+for toolkit in .venv/lib/python3.*/site-packages/nvidia/cu13; do
+  [[ ! -d $toolkit/lib || -e $toolkit/lib64 ]] || ln -s lib "$toolkit/lib64"
 done
