@@ -38,7 +38,7 @@ struct ForwardCall {
   ForwardOutputs outputs;
 };
 
-/// Where a call runs: on the current device. `workspace` is device memory, 1,024-byte aligned.
+/// Where a call runs: on the current device. `workspace` is device memory, 256-byte aligned.
 struct Execution {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;

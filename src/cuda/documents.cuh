@@ -12,6 +12,11 @@ __device__ inline std::int32_t first_slot(const std::int32_t* offsets, std::int3
   return offsets[document] / kTileRows + document;
 }
 
+/// Column of a document's first key.
+__device__ inline std::int32_t first_column(const std::int32_t* offsets, std::int32_t document) {
+  return (offsets[document] / kColumnStep + document) * kColumnStep;
+}
+
 /// The last document for which `begins(document)`, a condition that holds up to some document, which holds for the first.
 template <class Begins>
 __device__ std::int32_t last_document(std::int32_t documents, Begins begins) {
@@ -29,7 +34,7 @@ __device__ inline std::int32_t document_of_slot(const std::int32_t* offsets, std
   return last_document(documents, [&](std::int32_t document) { return first_slot(offsets, document) <= slot; });
 }
 
-/// The document that holds a token: zero-length ones that begin there come before it.
+/// The document that holds a token: those of no length that begin there come before it.
 __device__ inline std::int32_t document_of_token(const std::int32_t* offsets, std::int32_t documents, std::int32_t token) {
   return last_document(documents, [&](std::int32_t document) { return offsets[document] <= token; });
 }

@@ -1,4 +1,4 @@
-// Forward, E4M3 with an exponent a token. A block is persistent: one warp fetches, two warpgroups of consumers take 64
+// Forward, E4M3 with an exponent a token. A block is persistent: one warp takes work, one fetches, two warpgroups of consumers take 64
 // queries each. While one's weights go through the exponential, the other's products run; within one, the product of the
 // weights with V runs beside the next exponentials.
 //
@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1) forward_kernel(const __gri
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (threadIdx.x < 32) Producer<Traits>(p, shared).run();
+    if (threadIdx.x < 32) Fetcher<Traits>(p, shared).run();
+    if (threadIdx.x / 32 == 1) Taker<Traits>(p, shared).run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<232>();
     Consumer<Traits>(p, shared).run();
@@ -67,7 +68,7 @@ int encode_values(const Sizes& sizes, const Workspace& work, std::uint32_t keys,
   box.base = work.value_codes;
   box.swizzle = keys == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   box.rank = 3;
-  const auto tokens = static_cast<std::uint64_t>(sizes.rows_k());
+  const auto tokens = static_cast<std::uint64_t>(sizes.columns());
   const auto rows = static_cast<std::uint64_t>(sizes.value_dims) + 1;
   box.size = {tokens, rows, static_cast<std::uint64_t>(sizes.kv_heads) * static_cast<std::uint64_t>(sizes.value_parts)};
   box.stride = {tokens, tokens * rows};
@@ -80,7 +81,7 @@ int encode_scales(const Sizes& sizes, const Workspace& work, std::uint32_t keys,
   box.base = work.key_scale;
   box.type = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   box.rank = 2;
-  const auto floats = 2 * static_cast<std::uint64_t>(sizes.rows_k());
+  const auto floats = 2 * static_cast<std::uint64_t>(sizes.columns());
   box.size = {floats, static_cast<std::uint64_t>(sizes.kv_heads)};
   box.stride = {floats * sizeof(float)};
   box.box = {2 * keys, 1};

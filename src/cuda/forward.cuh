@@ -17,13 +17,16 @@ namespace mxflash::cuda {
 inline constexpr int kForwardThreads = 3 * kWarpgroup;
 inline constexpr int kConsumerWarps = 8;
 /// Tiles after which sums move from the tensor cores' accumulators, which keep 13 fraction bits, into FP32.
-inline constexpr int kTilesBetweenSums = 8;
+inline constexpr int kTilesBetweenSums = 16;
+/// Pieces of work between the warp that takes them and those that do them.
+inline constexpr int kWorkStages = 3;
 
-template <int kKeyDimsOf, int kValueDimsOf, int kStagesOf, class QkAtomOf, class PvAtomOf>
+template <int kKeyDimsOf, int kValueDimsOf, int kStagesOf, int kQueryStagesOf, class PvAtomOf>
 struct Traits {
   static constexpr int kKeyDims = kKeyDimsOf;
   static constexpr int kValueDims = kValueDimsOf;
   static constexpr int kStages = kStagesOf;
+  static constexpr int kQueryStages = kQueryStagesOf;
   static constexpr int kKeys = 128;
   static constexpr int kRowBytes = kKeyDims < 128 ? kKeyDims : 128;
   static constexpr int kChunks = kKeyDims / kRowBytes;
@@ -31,16 +34,13 @@ struct Traits {
   static constexpr int kOutputs = kValueDims / 2;          // The same.
   static constexpr int kSums = kOutputs + 4;               // With the row sum.
   static constexpr int kValueRows = kValueDims + 8;        // What the MMA reads; the copy fills one of the last eight.
-  using QkAtom = QkAtomOf;
+  using QkAtom = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;
   using PvAtom = PvAtomOf;
 };
 
-using Traits64 = Traits<64, 64, 6, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>,
-                        cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>>;
-using Traits128 = Traits<128, 128, 4, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>,
-                         cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>>;
-using Traits256 = Traits<256, 128, 2, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>,
-                         cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>>;
+using Traits64 = Traits<64, 64, 6, 2, cute::SM90::GMMA::MMA_64x72x32_F32E4M3E4M3_RS_TN<>>;
+using Traits128 = Traits<128, 128, 3, 2, cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>>;
+using Traits256 = Traits<256, 128, 2, 1, cute::SM90::GMMA::MMA_64x136x32_F32E4M3E4M3_RS_TN<>>;
 
 struct ForwardParameters {
   Sizes sizes;
@@ -62,7 +62,7 @@ struct TileSpan {
   std::int32_t end;
 };
 
-/// What the producer tells the consumers about a piece of work.
+/// What the warp that takes a piece of work tells the others about it.
 struct Work {
   Item item;
   std::int32_t head;  // -1: no more.
@@ -70,6 +70,17 @@ struct Work {
   TileSpan tiles;
   Range range;      // Over the tiles.
   float reference;  // Of the row sum.
+};
+
+/// What a thread of the consumers keeps of a row in shared memory, because it is seldom used and registers are short.
+enum class Kept : std::uint8_t {
+  most,      ///< Largest exponent of V that the row sees; filled where a tile is irregular.
+  extra,     ///< Of the row sum: what the multipliers do not count.
+  poisoned,  ///< Not 0: the row sees a poisoned V.
+  reach,     ///< Bound of the logits' magnitude.
+  total,     ///< Row sum that has been moved out of the accumulators.
+  moved,     ///< Scale of the outputs that have been moved.
+  count,
 };
 
 template <class Traits>
@@ -86,38 +97,50 @@ struct ForwardShared {
   struct alignas(128) Scales {
     KeyScale keys[Traits::kKeys];
   };
-  Queries queries;
+  Queries queries[Traits::kQueryStages];
   Keys keys[Traits::kStages];
   Values values[Traits::kStages];
   Scales scales[Traits::kStages];
   float sums[2][Traits::kOutputs][kWarpgroup];  // Of the consumers' threads, in FP32.
+  float kept[2][2 * static_cast<int>(Kept::count)][kWarpgroup];
   Range ranges[Traits::kStages];
-  Work work[2];
-  alignas(8) Barrier queries_full;
-  Barrier queries_empty;
+  Work work[kWorkStages];
+  alignas(8) Barrier queries_full[Traits::kQueryStages];
+  Barrier queries_empty[Traits::kQueryStages];
   Barrier keys_full[Traits::kStages];
   Barrier keys_empty[Traits::kStages];
   Barrier values_full[Traits::kStages];
   Barrier values_empty[Traits::kStages];
-  Barrier work_full[2];
-  Barrier work_empty[2];
+  Barrier work_full[kWorkStages];
+  Barrier work_empty[kWorkStages];
 
   __device__ void initialize() {
-    queries_full.init(1);
-    queries_empty.init(kConsumerWarps);
+    for (int s = 0; s < Traits::kQueryStages; ++s) {
+      queries_full[s].init(1);
+      queries_empty[s].init(kConsumerWarps);
+    }
     for (int s = 0; s < Traits::kStages; ++s) {
       keys_full[s].init(1);
       keys_empty[s].init(kConsumerWarps);
       values_full[s].init(1);
       values_empty[s].init(kConsumerWarps);
     }
-    for (int s = 0; s < 2; ++s) {
+    for (int s = 0; s < kWorkStages; ++s) {
       work_full[s].init(1);
-      work_empty[s].init(kConsumerWarps);
+      work_empty[s].init(kConsumerWarps + 1);  // And the warp that fetches.
     }
     cutlass::arch::fence_barrier_init();
   }
 };
+
+__device__ inline std::int64_t kv_head_of(const ForwardParameters& p, const Work& work) {
+  return work.head / (p.sizes.heads / p.sizes.kv_heads);
+}
+
+/// Where the ranges of a document's tiles begin.
+__device__ inline const Range* ranges_of(const ForwardParameters& p, const Work& work) {
+  return p.workspace.ranges + kv_head_of(p, work) * p.sizes.tile_slots() + work.item.first_tile;
+}
 
 /// The offsets are malformed: nothing is read through them.
 __device__ inline void write_nan(const ForwardParameters& p) {
@@ -138,4 +161,4 @@ __device__ inline void write_nan(const ForwardParameters& p) {
 }  // namespace mxflash::cuda
 
 #include "cuda/forward_consumer.cuh"
-#include "cuda/forward_producer.cuh"
+#include "cuda/forward_producers.cuh"

@@ -7,20 +7,24 @@
 
 namespace mxflash::cuda {
 
-/// What a thread knows of its two rows. Three of them change with the tiles.
+/// What a thread knows of its two rows.
 struct RowState {
-  std::int64_t begin[2];  ///< Visible keys of the document.
-  std::int64_t end[2];
-  float factor[2];     ///< Multiplies scores, before the key's.
-  float most[2];       ///< Largest exponent of V that the row sees; filled where a tile is irregular.
-  float reference[2];  ///< m, an integer, or -inf.
-  float rescale[2];    ///< 2^(m before - m), by the last tile.
-  float extra[2];      ///< Of the row sum: what the multipliers do not count.
-  bool poisoned[2];    ///< The row sees a poisoned V.
+  std::int32_t begin[2];  ///< Visible keys of the document.
+  std::int32_t end[2];
+  float factor[2];  ///< Multiplies scores, before the key's.
+  float base[2];    ///< m - 8, an integer: weights are 2^(logit - base), 256 at most. Before a key is seen: 0.
+  float limit[2];   ///< Logits above base + limit raise m; before a key is seen -inf.
+  float scale[2];   ///< Of the sums, by the last tile: 2^(m before - m).
 
-  [[nodiscard]] __device__ bool sees(int r, std::int64_t key) const { return begin[r] <= key && key < end[r]; }
-  /// Subtracted from logits: weights are at most 256.
-  [[nodiscard]] __device__ float base(int r) const { return reference[r] == -INFINITY ? 0.0F : reference[r] - 8.0F; }
+  [[nodiscard]] __device__ bool sees(int r, std::int32_t key) const { return begin[r] <= key && key < end[r]; }
+};
+
+/// Whether a row sees a key of a tile: of one that no row's mask cuts, and of others.
+struct Whole {
+  static __device__ bool sees(const RowState&, int, std::int32_t) { return true; }
+};
+struct Cut {
+  static __device__ bool sees(const RowState& rows, int r, std::int32_t key) { return rows.sees(r, key); }
 };
 
 template <class Traits>
@@ -36,24 +40,27 @@ class Consumer {
         quad(lane % 4) {}
 
   __device__ void run() {
-    if (group == 1) take_turn_end(0);  // The first turn is the first group's.
     for (;;) {
       shared.work_full[slot.stage].wait(slot.phase);
       const Work& work = shared.work[slot.stage];
       const bool last = work.head < 0;
       if (!last) attend(work);
       release(shared.work_empty[slot.stage]);
-      slot.template advance<2>();
+      slot.template advance<kWorkStages>();
       if (last) break;
     }
-    if (group == 0) turn_wait();  // Leaves no thread waiting at a barrier of a block that has gone.
   }
 
  private:
-  // The groups issue their products in turns, so that one's exponentials run beside the other's products.
-  __device__ void turn_wait() const { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
-  __device__ void take_turn_end(int next) const { asm volatile("bar.arrive %0, 256;" ::"r"(1 + next) : "memory"); }
-  __device__ void turn_end() const { take_turn_end(1 - group); }
+  static constexpr int kQuarters = 4;
+  static constexpr int kPart = Traits::kScores / kQuarters;
+
+  /// Scales of a thread's keys of a quarter, two to an entry.
+  struct Quarter {
+    float4 two[static_cast<std::size_t>(kPart / 4)];
+  };
+
+  __device__ float& kept(Kept what, int r) const { return shared.kept[group][2 * static_cast<int>(what) + r][thread]; }
 
   __device__ void release(Barrier& barrier) const {
     __syncwarp();
@@ -62,61 +69,55 @@ class Consumer {
 
   __device__ void attend(const Work& work) {
     prepare(work);
-    const std::int32_t tiles = work.tiles.end - work.tiles.first;
-    if (tiles <= 0) {
+    std::int32_t tile = work.tiles.end - 1;
+    const std::int32_t first = work.tiles.first;
+    if (tile < first) {
       store(work, false);
       return;
     }
     irregular_ = has_irregular(work, work.range);
     if (irregular_) largest_exponents(work);
-    shared.queries_full.wait(queries_phase);
-    queries_phase ^= 1;
-
-    std::int32_t tile = work.tiles.end - 1;
-    shared.keys_full[keys.stage].wait(keys.phase);
-    turn_wait();
+    shared.queries_full[queries.stage].wait(queries.phase);
     multiply_scores();
-    turn_end();
     cute::warpgroup_wait<0>();
     fence(scores);
     weigh(work, tile);
-    pack();
-    bool summed = false;
-    auto fresh = ScaleOut::Zero;
-    for (--tile; tile >= work.tiles.first; --tile) {
-      shared.keys_full[keys.stage].wait(keys.phase);
-      turn_wait();
+    use_codes();
+    bool moved = false;
+    auto fresh = ScaleOut::Zero;  // The next product overwrites the accumulators.
+    while (tile > first) {
       multiply_scores();
-      shared.values_full[values.stage].wait(values.phase);
       multiply_values(fresh);
-      turn_end();
       cute::warpgroup_wait<1>();
       fence(scores);
-      weigh(work, tile);
+      weigh(work, tile - 1);
       cute::warpgroup_wait<0>();
       fence(sums);
-      release(shared.values_empty[values.stage]);
-      values.template advance<Traits::kStages>();
-      fresh = ScaleOut::One;
-      // The tile that has just been added is the one after this. By its place, not by a count: a document that goes on
-      // must round its first rows as before.
-      if ((tile + 1) % kTilesBetweenSums == 0) {
-        move_sums(summed);
-        summed = true;
+      release_values();
+      // By its place, not by a count: a document that goes on must round its first rows as before.
+      if (tile % kTilesBetweenSums == 0) {
+        move_sums(moved);
+        moved = true;
         fresh = ScaleOut::Zero;
       } else {
         rescale();
+        fresh = ScaleOut::One;
       }
-      pack();
+      use_codes();
+      --tile;
     }
-    release(shared.queries_empty);
-    shared.values_full[values.stage].wait(values.phase);
+    release(shared.queries_empty[queries.stage]);
+    queries.template advance<Traits::kQueryStages>();
     multiply_values(fresh);
     cute::warpgroup_wait<0>();
     fence(sums);
+    release_values();
+    store(work, moved);
+  }
+
+  __device__ void release_values() {
     release(shared.values_empty[values.stage]);
     values.template advance<Traits::kStages>();
-    store(work, summed);
   }
 
   __device__ void prepare(const Work& work) {
@@ -126,68 +127,76 @@ class Consumer {
       const int query = row + 8 * r;
       const bool inside = query < item.queries;
       const KeySpan span = visible_keys(item.first_position + query, item.keys, p.band);
-      state.begin[r] = inside ? span.begin : 0;
-      state.end[r] = inside ? span.end : 0;
-      const float factor =
-          inside ? p.workspace.query_factor[work.head * p.sizes.rows_q() + item.query_row + query] : 0.0F;
-      state.factor[r] = factor * p.logit_scale;
-      state.reference[r] = -INFINITY;
-      state.rescale[r] = 1.0F;
-      state.extra[r] = 0.0F;
-      state.poisoned[r] = false;
-      state.most[r] = -INFINITY;
+      state.begin[r] = inside ? static_cast<std::int32_t>(span.begin) : 0;
+      state.end[r] = inside ? static_cast<std::int32_t>(span.end) : 0;
+      const std::int64_t place = work.head * p.sizes.rows_q() + item.query_row + query;
+      const QueryScale scale = inside ? p.workspace.query_scale[place] : QueryScale{};
+      state.factor[r] = scale.factor * p.logit_scale;
+      kept(Kept::reach, r) =
+          fabsf(p.logit_scale) * scale.norm * work.range.key_norm + fabsf(work.range.most) + kLightOctaves;
+      state.base[r] = 0.0F;
+      state.limit[r] = -INFINITY;
+      state.scale[r] = 1.0F;
+      kept(Kept::extra, r) = 0.0F;
+      kept(Kept::poisoned, r) = 0.0F;
+      kept(Kept::total, r) = 0.0F;
+      kept(Kept::moved, r) = 1.0F;
+      kept(Kept::most, r) = -INFINITY;
     }
 #pragma unroll
     for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0.0F;
-    total[0] = total[1] = 0.0F;
+    whole_begin_ = __reduce_max_sync(0xFFFFFFFFU, max(state.begin[0], state.begin[1]));
+    whole_end_ = __reduce_min_sync(0xFFFFFFFFU, min(state.end[0], state.end[1]));
+    constexpr float kNear = 50.0F;  // Then logits and bases are so, and no logit is further than 108 from a base.
+    far_ = __any_sync(0xFFFFFFFFU, !(kept(Kept::reach, 0) <= kNear && kept(Kept::reach, 1) <= kNear));
   }
 
-  /// Whether something in these keys needs more than the plain loop: values that the row sum's multipliers do not reach,
-  /// light keys, poisoned values, logits beyond FP32. What it decides does not show in rows that have nothing of it.
-  __device__ bool has_irregular(const Work& work, const Range& range) const {
-    constexpr float kMostScore = 448.0F * 448.0F * Traits::kKeyDims;
-    float factor = fmaxf(fabsf(state.factor[0]), fabsf(state.factor[1]));
-    for (int half = 4; half < 32; half *= 2) factor = fmaxf(factor, __shfl_xor_sync(0xFFFFFFFFU, factor, half));
+  /// Whether some of these keys must be counted apart: values that the row sum's multipliers do not reach, light keys,
+  /// poisoned values. What it decides does not show in rows that see none of them.
+  static __device__ bool has_irregular(const Work& work, const Range& range) {
     return range.least <= static_cast<float>(-kE8m0Bias) || range.least <= work.range.most - kLightOctaves ||
-           range.least < work.reference - kBelowReference || range.most > work.reference + kAboveReference ||
-           !(factor * range.key_factor < 1e37F / kMostScore);
+           range.least < work.reference - kBelowReference || range.most > work.reference + kAboveReference;
   }
 
-  [[nodiscard]] __device__ std::int64_t kv_head(const Work& work) const {
-    return work.head / (p.sizes.heads / p.sizes.kv_heads);
+  /// Whether 2^(logit - base) may leave FP32. Before a row has seen a key its base is 0: then on the lower side as well.
+  [[nodiscard]] __device__ bool may_leave() const {
+    constexpr float kMost = 108.0F;
+    return __any_sync(0xFFFFFFFFU, !(kept(Kept::reach, 0) - state.base[0] <= kMost && kept(Kept::reach, 1) - state.base[1] <= kMost));
   }
 
   /// Of V, over the keys that each row sees.
   __device__ void largest_exponents(const Work& work) {
-    const KeyScale* key_scale = p.workspace.key_scale + kv_head(work) * p.sizes.rows_k() + work.item.key_row;
-    const Range* ranges = p.workspace.ranges + kv_head(work) * p.sizes.tile_slots() + work.item.first_tile;
+    const KeyScale* key_scale = p.workspace.key_scale + kv_head_of(p, work) * p.sizes.columns() + work.item.first_column;
+    const Range* ranges = ranges_of(p, work);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most = -INFINITY;
-      for (std::int64_t tile = state.begin[r] / Traits::kKeys; tile * Traits::kKeys < state.end[r]; ++tile) {
-        const std::int64_t begin = tile * Traits::kKeys;
-        const std::int64_t end = min(begin + Traits::kKeys, std::int64_t{work.item.keys});
+      for (std::int32_t tile = state.begin[r] / Traits::kKeys; tile * Traits::kKeys < state.end[r]; ++tile) {
+        const std::int32_t begin = tile * Traits::kKeys;
+        const std::int32_t end = min(begin + Traits::kKeys, work.item.keys);
         if (state.begin[r] <= begin && end <= state.end[r]) {
           most = fmaxf(most, ranges[tile].most);
           continue;
         }
-        for (std::int64_t key = begin + quad; key < end; key += 4) {
+        for (std::int32_t key = begin + quad; key < end; key += 4) {
           if (state.sees(r, key)) most = fmaxf(most, key_scale[key].value_exponent);
         }
       }
       most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFU, most, 1));
-      state.most[r] = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFU, most, 2));
+      kept(Kept::most, r) = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFU, most, 2));
     }
   }
 
   __device__ void multiply_scores() {
+    shared.keys_full[keys.stage].wait(keys.phase);
     fence(scores);
     cute::warpgroup_arrive();
     constexpr int kQueryBytes = 64 * Traits::kRowBytes;
 #pragma unroll
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-      const std::uint64_t a = descriptor<Traits::kRowBytes>(shared.queries.codes + chunk * 2 * kQueryBytes +
-                                                            group * kQueryBytes);
+      // Not kept for the next tile, where it is the same: registers are shorter than instructions.
+      const std::uint64_t a = descriptor<Traits::kRowBytes>(shared.queries[opaque(queries.stage)].codes +
+                                                            (2 * chunk + group) * kQueryBytes);
       const std::uint64_t b = descriptor<Traits::kRowBytes>(shared.keys[keys.stage].codes +
                                                             chunk * Traits::kKeys * Traits::kRowBytes);
 #pragma unroll
@@ -197,9 +206,11 @@ class Consumer {
       }
     }
     cute::warpgroup_commit_batch();
+    coming = load(shared.scales[keys.stage].keys, 0);
   }
 
   __device__ void multiply_values(ScaleOut first) {
+    shared.values_full[values.stage].wait(values.phase);
     fence(sums);
     fence(codes);
     cute::warpgroup_arrive();
@@ -216,71 +227,123 @@ class Consumer {
   /// Row of score `i`.
   static constexpr __device__ int row_of(int i) { return i / 2 % 2; }
 
-  /// Scores to weights, 256 at most; then the tile's keys are done with.
+  /// Scores to weights and codes; then the tile's keys are done with.
   __device__ void weigh(const Work& work, std::int32_t tile) {
     const KeyScale* key_scale = shared.scales[keys.stage].keys;
-    const std::int64_t first = std::int64_t{tile} * Traits::kKeys;
-    const bool irregular = irregular_ && has_irregular(work, shared.ranges[keys.stage]);
-    if (irregular) {
-      logits<true>(key_scale);
+    const std::int32_t first = tile * Traits::kKeys;
+    raised_ = false;
+    const bool apart = irregular_ && has_irregular(work, shared.ranges[keys.stage]);
+    if (apart || (far_ && may_leave())) {
+      weigh_held(key_scale, first);
+      if (apart) count_apart(work, key_scale, first);
+      encode();
+    } else if (first < whole_begin_ || first + Traits::kKeys > whole_end_) {
+      weigh_plain<Cut>(key_scale, first);
     } else {
-      logits<false>(key_scale);
+      weigh_plain<Whole>(key_scale, first);
     }
-    const bool cut = state.begin[0] > first || state.begin[1] > first || state.end[0] < first + Traits::kKeys ||
-                     state.end[1] < first + Traits::kKeys;
-    if (__any_sync(0xFFFFFFFFU, cut)) mask(first);
-    float most[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int i = 0; i < Traits::kScores; ++i) most[row_of(i)] = fmaxf(most[row_of(i)], scores[i]);
-    float base[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      most[r] = fmaxf(most[r], __shfl_xor_sync(0xFFFFFFFFU, most[r], 1));
-      most[r] = fmaxf(most[r], __shfl_xor_sync(0xFFFFFFFFU, most[r], 2));
-      const float before = state.reference[r];
-      state.reference[r] = fmaxf(before, ceilf(most[r]));
-      state.rescale[r] = before == state.reference[r] ? 1.0F : exact_pow2(before - state.reference[r]);
-      state.extra[r] *= state.rescale[r];
-      base[r] = state.base(r);
-    }
-#pragma unroll
-    for (int i = 0; i < Traits::kScores; ++i) scores[i] = exp2_fast(scores[i] - base[row_of(i)]);
-    if (irregular) count_apart(work, key_scale, first);
     release(shared.keys_empty[keys.stage]);
     keys.template advance<Traits::kStages>();
   }
 
-  template <bool kIrregular>
-  __device__ void logits(const KeyScale* key_scale) {
+  /// Scales of a thread's keys of a quarter tile, two to an entry.
+  __device__ Quarter load(const KeyScale* key_scale, int quarter) const {
+    Quarter out;
 #pragma unroll
-    for (int i = 0; i < Traits::kScores; i += 4) {
-      const float4 two = *reinterpret_cast<const float4*>(key_scale + key_of(i));
+    for (int i = 0; i < kPart / 4; ++i) {
+      out.two[i] = *reinterpret_cast<const float4*>(key_scale + key_of(quarter * kPart + 4 * i));
+    }
+    return out;
+  }
+
+  /// Weights by the references that there are, which seldom move: the exponentials wait for no maximum, and where one
+  /// turns out too large, all are scaled by a power of two. `may_leave` sees to it that none is lost before.
+  template <class Tile>
+  __device__ void weigh_plain(const KeyScale* key_scale, std::int32_t first) {
+    float top[2][4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float factor = state.factor[row_of(j)] * (j % 2 == 0 ? two.x : two.z);
-        const float exponent = j % 2 == 0 ? two.y : two.w;
-        if (kIrregular) {
-          scores[i + j] = held(fmaf(scores[i + j], factor, fmaxf(exponent, static_cast<float>(-kE8m0Bias))), 1e38F);
-        } else {
-          scores[i + j] = fmaf(scores[i + j], factor, exponent);
-        }
+    for (int quarter = 0; quarter < kQuarters; ++quarter) {
+      const Quarter now = coming;
+      if (quarter + 1 < kQuarters) coming = load(key_scale, quarter + 1);
+      logits<Tile>(now, first, quarter);
+      if (quarter > 0) exponentials(quarter - 1);  // Beside the next logits, not after their own.
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) {
+        const int i = quarter * kPart + j;
+        float& most = top[row_of(i)][i / 4 % 4];  // Chains: one alone would wait for its own latency.
+        most = i < 16 && i % 2 == 0 ? logit[quarter % 2][j] : fmaxf(most, logit[quarter % 2][j]);
       }
+    }
+    exponentials(kQuarters - 1);
+    encode();
+    float most[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) most[r] = fmaxf(fmaxf(top[r][0], top[r][1]), fmaxf(top[r][2], top[r][3]));
+    if (!__any_sync(0xFFFFFFFFU, most[0] > state.limit[0] || most[1] > state.limit[1])) return;
+    float step[2];
+    raise(most, step);
+#pragma unroll
+    for (int i = 0; i < Traits::kScores; ++i) scores[i] *= exact_pow2(-step[row_of(i)]);
+    encode();
+  }
+
+  /// Logits of a quarter less the rows' bases. Step by step over all of them: as one chain each, every one would wait.
+  template <class Tile>
+  __device__ void logits(const Quarter& now, std::int32_t first, int quarter) {
+    float(&out)[kPart] = logit[quarter % 2];
+    float factor[kPart];
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) {
+      factor[j] = state.factor[row_of(j)] * (j % 2 == 0 ? now.two[j / 4].x : now.two[j / 4].z);
+    }
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) out[j] = (j % 2 == 0 ? now.two[j / 4].y : now.two[j / 4].w) - state.base[row_of(j)];
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) out[j] = fmaf(scores[quarter * kPart + j], factor[j], out[j]);
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) {
+      if (!Tile::sees(state, row_of(j), first + key_of(quarter * kPart + j))) out[j] = -INFINITY;
     }
   }
 
-  __device__ void mask(std::int64_t first) {
-    std::int32_t begin[2];
-    std::uint32_t length[2];
+  __device__ void exponentials(int quarter) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      begin[r] = static_cast<std::int32_t>(max(min(state.begin[r] - first, std::int64_t{Traits::kKeys}), std::int64_t{0}));
-      const auto end = static_cast<std::int32_t>(max(min(state.end[r] - first, std::int64_t{Traits::kKeys}), std::int64_t{0}));
-      length[r] = static_cast<std::uint32_t>(max(end - begin[r], 0));
-    }
+    for (int j = 0; j < kPart; ++j) scores[quarter * kPart + j] = exp2_fast(logit[quarter % 2][j]);
+  }
+
+  /// The same, one thing after the other, where logits may leave FP32 or values may be poisoned.
+  __device__ void weigh_held(const KeyScale* key_scale, std::int32_t first) {
+    float most[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 0; i < Traits::kScores; ++i) {
-      const bool seen = static_cast<std::uint32_t>(key_of(i) - begin[row_of(i)]) < length[row_of(i)];
-      scores[i] = seen ? scores[i] : -INFINITY;
+      const int r = row_of(i);
+      const KeyScale key = key_scale[key_of(i)];
+      const float exponent = fmaxf(key.value_exponent, static_cast<float>(-kE8m0Bias));
+      const float x = held(fmaf(scores[i], state.factor[r] * key.factor, exponent), 1e38F) - state.base[r];
+      scores[i] = state.sees(r, first + key_of(i)) ? x : -INFINITY;
+      most[r] = fmaxf(most[r], scores[i]);
+    }
+    float step[2];
+    raise(most, step);
+#pragma unroll
+    for (int i = 0; i < Traits::kScores; ++i) scores[i] = exp2_fast(scores[i] - step[row_of(i)]);
+  }
+
+  /// Moves the references to the largest logits where those ask for it; `step` is by how much.
+  __device__ void raise(float (&most)[2], float (&step)[2]) {
+    raised_ = true;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      most[r] = fmaxf(most[r], __shfl_xor_sync(0xFFFFFFFFU, most[r], 1));
+      most[r] = fmaxf(most[r], __shfl_xor_sync(0xFFFFFFFFU, most[r], 2));
+      // Whole numbers: the scale is exact, and what the row has seen before stays as it was rounded.
+      const bool rises = most[r] > state.limit[r];
+      const bool first = state.limit[r] < 0.0F;
+      step[r] = rises ? ceilf(most[r]) - 8.0F : 0.0F;
+      state.scale[r] = rises && first ? 0.0F : exact_pow2(-step[r]);
+      if (rises) state.limit[r] = kLimit;
+      state.base[r] += step[r];
+      kept(Kept::extra, r) *= state.scale[r];
     }
   }
 
@@ -294,7 +357,7 @@ class Consumer {
   }
 
   /// What the multipliers do not count of the row sum, in FP32; and whether the row sees a poisoned V.
-  __device__ void count_apart(const Work& work, const KeyScale* key_scale, std::int64_t first) {
+  __device__ void count_apart(const Work& work, const KeyScale* key_scale, std::int32_t first) {
     constexpr float kLeastNormal = 0.015625F;
 #pragma unroll 1
     for (int pair = 0; pair < Traits::kScores / 2; ++pair) {
@@ -314,43 +377,47 @@ class Consumer {
         const float exponent = fmaxf(given, static_cast<float>(-kE8m0Bias));
         const std::uint32_t code = to_e4m3(weights[b], 0.0F) & 0xFFU;
         const float rounded = decode(Format::e4m3, static_cast<std::uint8_t>(code));
-        const float most = r == 0 ? state.most[0] : state.most[1];
+        const float most = r == 0 ? kept(Kept::most, 0) : kept(Kept::most, 1);
         const bool light = (given <= static_cast<float>(-kE8m0Bias) || given <= most - kLightOctaves) &&
                            rounded < kLeastNormal;
         const float weight = (light ? weights[b] : rounded) - (counted(work, key_scale[key]) ? rounded : 0.0F);
         const float part = weight == 0.0F ? 0.0F : ldexpf(weight, static_cast<int>(work.reference - exponent));
         if (r == 0) {
-          state.extra[0] += part;
-          state.poisoned[0] = state.poisoned[0] || given == kPoisonedValue;
+          kept(Kept::extra, 0) += part;
+          if (given == kPoisonedValue) kept(Kept::poisoned, 0) = 1.0F;
         } else {
-          state.extra[1] += part;
-          state.poisoned[1] = state.poisoned[1] || given == kPoisonedValue;
+          kept(Kept::extra, 1) += part;
+          if (given == kPoisonedValue) kept(Kept::poisoned, 1) = 1.0F;
         }
       }
     }
   }
 
-  /// Weights to codes, in place of the last tile's.
-  __device__ void pack() {
+  /// Weights to pairs of codes, while a product still reads the last ones.
+  __device__ void encode() {
+#pragma unroll
+    for (int i = 0; i < Traits::kScores; i += 2) pairs[i / 2] = to_e4m3(scores[i], scores[i + 1]);
+  }
+
+  /// Pairs to the operand of the next product. Only now: an operand that is written while a product runs would make the
+  /// compiler wait for every product.
+  __device__ void use_codes() {
 #pragma unroll
     for (int a = 0; a < Traits::kScores / 8; ++a) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float* low = scores + 8 * a + 2 * r;
-        codes[2 * a + r] = to_e4m3(low[0], low[1]) | (to_e4m3(low[4], low[5]) << 16);
-      }
+      for (int r = 0; r < 2; ++r) codes[2 * a + r] = pairs[4 * a + r] | (pairs[4 * a + 2 + r] << 16);
     }
   }
 
   __device__ void rescale() {
-    // References are integers and seldom move: most tiles leave the sums as they are.
-    if (!__any_sync(0xFFFFFFFFU, state.rescale[0] != 1.0F || state.rescale[1] != 1.0F)) return;
+    if (!raised_) return;
 #pragma unroll
-    for (int i = 0; i < Traits::kSums; ++i) sums[i] *= state.rescale[row_of(i)];
-    total[0] *= state.rescale[0];
-    total[1] *= state.rescale[1];
-    moved[0] *= state.rescale[0];
-    moved[1] *= state.rescale[1];
+    for (int i = 0; i < Traits::kSums; ++i) sums[i] *= state.scale[row_of(i)];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      kept(Kept::total, r) *= state.scale[r];
+      kept(Kept::moved, r) *= state.scale[r];
+    }
   }
 
   /// Adds the accumulators to the FP32 sums, which wait in shared memory with their scale in `moved`.
@@ -358,15 +425,16 @@ class Consumer {
     float* mine = &shared.sums[group][0][thread];
 #pragma unroll
     for (int i = 0; i < Traits::kOutputs; ++i) {
-      const float before = summed ? mine[i * kWarpgroup] * moved[row_of(i)] : 0.0F;
+      const float before = summed ? mine[i * kWarpgroup] * kept(Kept::moved, row_of(i)) : 0.0F;
       mine[i * kWarpgroup] = before + sums[i];
     }
-    total[0] += sums[Traits::kOutputs];
-    total[1] += sums[Traits::kOutputs + 2];
-    moved[0] = moved[1] = 1.0F;
+    kept(Kept::total, 0) += sums[Traits::kOutputs];
+    kept(Kept::total, 1) += sums[Traits::kOutputs + 2];
 #pragma unroll
-    for (int i = 0; i < Traits::kSums; ++i) sums[i] = 0.0F;
-    rescale();
+    for (int r = 0; r < 2; ++r) {
+      kept(Kept::moved, r) = state.scale[r];
+      kept(Kept::total, r) *= state.scale[r];
+    }
   }
 
   __device__ void store(const Work& work, bool summed) {
@@ -377,18 +445,19 @@ class Consumer {
       if (query >= work.item.queries) continue;
       const std::int64_t place = (std::int64_t{work.item.query_row} + query) * p.sizes.heads + work.head;
       // Only the first thread of a row holds its sum; `extra` is in parts.
-      float extra = state.extra[r];
+      float extra = kept(Kept::extra, r);
       const unsigned four = 0xFU << (lane / 4 * 4);
       extra += __shfl_xor_sync(four, extra, 1);
       extra += __shfl_xor_sync(four, extra, 2);
-      const float counted = __shfl_sync(four, total[r] + sums[Traits::kOutputs + 2 * r], lane / 4 * 4);
-      const bool bad = __any_sync(four, state.poisoned[r]);
+      const float counted = __shfl_sync(four, kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r], lane / 4 * 4);
+      const bool bad = __any_sync(four, kept(Kept::poisoned, r) != 0.0F);
       const float sum = counted + extra;
+      const float inverse = __frcp_rn(sum);
       const bool empty = state.begin[r] >= state.end[r];
       const float unit = detail::pow2(static_cast<int>(work.reference));
       float* lse = p.lse + place;
       if (quad == 0 && work.part == 0) {
-        const float log2 = state.reference[r] - 8.0F - work.reference + log2f(sum);
+        const float log2 = state.base[r] - work.reference + log2f(sum);
         *lse = empty ? -INFINITY : log2 * std::numbers::ln2_v<float>;
       }
 #pragma unroll
@@ -399,8 +468,11 @@ class Consumer {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
           float value = sums[i + 2 * r + b];
-          if (summed) value += mine[(i + 2 * r + b) * kWarpgroup] * moved[r];
-          out[b] = empty ? 0.0F : bad ? NAN : __fdiv_rn(value, sum) * unit;
+          if (summed) value += mine[(i + 2 * r + b) * kWarpgroup] * kept(Kept::moved, r);
+          // One step of refinement: a value that is the sum gives 1, not its neighbour.
+          const float first = value * inverse;
+          const float quotient = fmaf(fmaf(-first, sum, value), inverse, first);
+          out[b] = empty ? 0.0F : bad ? NAN : quotient * unit;
         }
         write(place * p.sizes.value_dim + dim, out[0], out[1]);
       }
@@ -420,6 +492,8 @@ class Consumer {
   }
 
   static constexpr float kLightOctaves = 3.0F;
+  /// Less than log2(448): a row's reference may stay behind as long as no code saturates, since codes keep their mantissas.
+  static constexpr float kLimit = 8.75F;
 
   const ForwardParameters& p;
   ForwardShared<Traits>& shared;
@@ -429,16 +503,21 @@ class Consumer {
   int row;  // Of the block, for r = 0.
   int quad;
   Place slot;
+  Place queries;
   Place keys;
   Place values;
-  std::uint32_t queries_phase = 0;
   bool irregular_ = false;
+  bool far_ = false;
+  std::int32_t whole_begin_ = 0;  // No row of the warp is cut within these keys.
+  std::int32_t whole_end_ = 0;
+  bool raised_ = false;  // By the last tile, in a row of the warp.
   RowState state;
-  float moved[2] = {1, 1};
-  float total[2] = {0, 0};  // Row sums that have been moved.
   float scores[Traits::kScores];
   float sums[Traits::kSums];
   std::uint32_t codes[Traits::kScores / 4];
+  std::uint32_t pairs[Traits::kScores / 2];
+  Quarter coming;  // Read ahead.
+  float logit[2][kPart];
 };
 
 }  // namespace mxflash::cuda

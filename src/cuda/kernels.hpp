@@ -12,13 +12,14 @@ namespace mxflash::cuda {
 struct Workspace {
   Control* control = nullptr;
   Item* items = nullptr;
+  KeyTile* tiles = nullptr;
   std::uint64_t* costs = nullptr;
   std::int32_t* slots = nullptr;
   std::uint64_t* costs_out = nullptr;
   std::int32_t* order = nullptr;
   void* sort = nullptr;
   std::size_t sort_bytes = 0;
-  float* query_factor = nullptr;
+  QueryScale* query_scale = nullptr;
   KeyScale* key_scale = nullptr;
   Range* ranges = nullptr;
   std::uint8_t* query_codes = nullptr;
@@ -44,7 +45,7 @@ struct ScheduleArguments {
   Workspace workspace;
 };
 
-/// Checks the offsets, makes the work items, sorts them: falling visible pairs, equal ones in rising (document, query).
+/// Checks the offsets, makes the work items and the tiles of keys, sorts the items: falling visible pairs, equal ones in rising (document, query).
 int launch_schedule(const ScheduleArguments& arguments, void* stream);
 /// Scratch that the sort of so many slots needs; negative: CUDA's code.
 std::int64_t sort_scratch_bytes(std::int64_t slots);
@@ -61,7 +62,6 @@ struct Source {
 
 struct QuantizeArguments {
   Sizes sizes;
-  Offsets offsets;
   Workspace workspace;
   Source q;
   Source k;

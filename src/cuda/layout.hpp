@@ -10,6 +10,9 @@ namespace mxflash::cuda {
 /// Queries of a work item, and keys of an entry in the table of exponent ranges.
 inline constexpr std::int32_t kTileRows = 128;
 
+/// Documents begin at columns that are multiples of this.
+inline constexpr std::int32_t kColumnStep = 16;
+
 /// Sizes the host knows. `key_dims` is head_dim rounded up to what the kernels are built for, with zeros in between;
 /// `value_dims` is what a pass over the keys computes of value_dim.
 struct Sizes {
@@ -31,6 +34,11 @@ struct Sizes {
   [[nodiscard]] constexpr std::int64_t item_slots() const { return tokens_q / kTileRows + documents; }
   /// The same for tiles of keys.
   [[nodiscard]] constexpr std::int64_t tile_slots() const { return tokens_k / kTileRows + documents; }
+  /// Columns of what lies along keys: the first key of document d has column (cu_seqlens_k[d] / 16 + d) 16, since the
+  /// copy engine takes rows from multiples of 16 bytes alone. The last tile is filled to its end.
+  [[nodiscard]] constexpr std::int64_t columns() const {
+    return padded(tokens_k + std::int64_t{documents} * kColumnStep) + kTileRows;
+  }
   /// Rows of V's transposed codes: for each part its dims, then the multipliers of the row sum.
   [[nodiscard]] constexpr std::int64_t value_rows() const { return std::int64_t{value_parts} * (value_dims + 1); }
 
@@ -62,18 +70,32 @@ struct Item {
   std::int32_t keys = 0;            ///< Of the document.
   std::int32_t first_position = 0;  ///< Of the first query: its place in the document + keys - queries of the document.
   std::int32_t first_tile = 0;      ///< Slot of the document's first tile of keys.
+  std::int32_t first_column = 0;    ///< Of the document's first key.
   std::int32_t document = 0;
-  std::int32_t query_begin = 0;  ///< Within the document.
+};
+
+/// Up to 128 keys of one document.
+struct KeyTile {
+  std::int32_t row = 0;
+  std::int32_t keys = 0;  ///< 0: the slot has no tile.
+  std::int32_t column = 0;
+  std::int32_t columns = 0;    ///< Those up to the next document's, 128 at most, are this tile's to fill.
+  std::int32_t first_row = 0;  ///< Of the document.
 };
 
 /// What the keys of a tile have in common.
 struct Range {
   float least = 0;       ///< Exponents of V; kPoisonedValue counts.
   float most = 0;        ///< The same.
-  float key_factor = 0;  ///< Largest 2^exponent of K.
+  float key_norm = 0;  ///< At least the largest norm of K as rounded.
   float unused = 0;
 };
 
+/// A query's factor 2^exponent (NaN: poisoned) and a bound of its norm as rounded (0: poisoned).
+struct QueryScale {
+  float factor = 0;
+  float norm = 0;
+};
 /// A key's factor 2^exponent of K (NaN: poisoned) and exponent of V.
 struct KeyScale {
   float factor = 0;
@@ -91,18 +113,19 @@ inline constexpr float kAboveReference = 9.0F;
 struct Layout {
   std::size_t control = 0;      ///< Control
   std::size_t items = 0;        ///< Item [item_slots]
+  std::size_t tiles = 0;        ///< KeyTile [tile_slots]
   std::size_t costs = 0;        ///< uint64 [item_slots]: visible pairs + 1, or 0 for a slot without an item
   std::size_t slots = 0;        ///< int32 [item_slots]: 0, 1, 2, ...
   std::size_t costs_out = 0;    ///< Sorted, falling.
   std::size_t order = 0;        ///< int32 [item_slots]: slots in the order of the work
   std::size_t sort = 0;         ///< Scratch of the sort.
   std::size_t sort_bytes = 0;
-  std::size_t query_factor = 0;  ///< float [heads, rows_q]: 2^exponent, or NaN
-  std::size_t key_scale = 0;     ///< KeyScale [kv_heads, rows_k]
+  std::size_t query_scale = 0;  ///< QueryScale [heads, rows_q]
+  std::size_t key_scale = 0;     ///< KeyScale [kv_heads, columns]
   std::size_t ranges = 0;        ///< Range [kv_heads, tile_slots]
   std::size_t query_codes = 0;   ///< E4M3 [heads, rows_q, key_dims]
   std::size_t key_codes = 0;     ///< E4M3 [kv_heads, rows_k, key_dims], and 128 rows of anything
-  std::size_t value_codes = 0;   ///< E4M3 [kv_heads, value_rows, rows_k]
+  std::size_t value_codes = 0;   ///< E4M3 [kv_heads, value_rows, columns]
   std::size_t bytes = 0;
 };
 

@@ -1,10 +1,12 @@
 // E4M3 codes with one exponent a token, from one reading of q, k and v: of v transposed, since the tensor cores take FP8
-// along the contraction only. Four lanes own a row; lane l holds its chunks l, l + 4, ... of eight dims.
+// along the contraction only. A block takes a work item's queries, or a tile's keys and values, of one head. Four lanes own
+// a row; lane l holds its chunks l, l + 4, ... of eight dims.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include "cuda/documents.cuh"
+#include <algorithm>
+
 #include "cuda/kernels.hpp"
 
 namespace mxflash::cuda {
@@ -14,17 +16,16 @@ constexpr int kThreads = 256;
 constexpr int kLanes = 4;  // Of a row.
 constexpr int kChunk = 8;  // Dims that lie together.
 constexpr int kRowsAtOnce = kThreads / kLanes;
+constexpr int kPasses = kTileRows / kRowsAtOnce;
 constexpr int kTransposedStride = kTileRows + 4;  // Bytes; keeps the four lanes of a row in different banks.
 
-enum class Role : std::uint8_t { query, key, value };
-
-/// One tensor's part of the launch: a block takes 128 tokens of one head.
-struct Part {
-  Role role;
+/// Rows [first, first + count) of one head of a tensor.
+struct Rows {
   const Source* source;
-  std::int32_t tokens;
-  std::int32_t heads;
   std::int32_t dims;
+  std::int32_t head;
+  std::int32_t first;
+  std::int32_t count;
 };
 
 __device__ float widen(const void* data, std::int64_t index, DType dtype) {
@@ -35,56 +36,99 @@ __device__ float widen(const void* data, std::int64_t index, DType dtype) {
   }
 }
 
-__device__ void widen_pair(std::uint32_t bits, DType dtype, float* out) {
-  if (dtype == DType::bf16) {
+/// Two BF16, or two FP16.
+struct FromBf16 {
+  static __device__ void widen(std::uint32_t bits, float* out) {
     out[0] = __uint_as_float(bits << 16);
     out[1] = __uint_as_float(bits & 0xFFFF0000U);
-  } else {
+  }
+};
+struct FromF16 {
+  static __device__ void widen(std::uint32_t bits, float* out) {
     const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&bits));
     out[0] = both.x;
     out[1] = both.y;
   }
+};
+
+/// scale_exponent of E4M3 by the rule `ceil`, clamped, without its loop over subnormal numbers.
+__device__ int exponent_of(float most) {
+  const std::uint32_t bits = __float_as_uint(most);
+  constexpr std::uint32_t kMaxFraction = 0x600000U;  // Of 448 = 1.75 2^8.
+  if (bits >= 0x800000U) {
+    const int exponent = static_cast<int>(bits >> 23) - 127 - 8 + ((bits & 0x7FFFFFU) > kMaxFraction ? 1 : 0);
+    return max(exponent, -kE8m0Bias);
+  }
+  return max(scale_exponent(Format::e4m3, ScaleRule::ceil, most), -kE8m0Bias);
 }
 
-__device__ void load_chunk(const Source& source, std::int64_t place, float* out) {
-  if (!source.vectors) {
-    for (int d = 0; d < kChunk; ++d) out[d] = widen(source.data, place + d * source.dim_stride, source.dtype);
-    return;
+/// The larger magnitude, of some sign; a NaN stays one.
+__device__ float larger(float a, float b) {
+  float out = 0;
+  asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+  return out;
+}
+
+/// What a lane has read of a row, before it is widened; of FP32, or of rows that are not aligned, the values.
+template <std::size_t kChunks>
+struct Raw {
+  uint4 bits[kChunks];
+};
+
+__device__ bool packed(const Source& source) { return source.vectors && source.dtype != DType::f32; }
+
+/// All reads are under way before the first is used.
+template <std::size_t kChunks>
+__device__ void read(const Rows& rows, std::int32_t r, int lane, Raw<kChunks>& raw) {
+  if (!packed(*rows.source)) return;
+  const auto* data = static_cast<const std::uint16_t*>(rows.source->data) +
+                     (std::int64_t{rows.first} + r) * rows.source->token_stride + rows.head * rows.source->head_stride;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    const int dim = (c * kLanes + lane) * kChunk;
+    raw.bits[c] = dim < rows.dims && r < rows.count ? __ldg(reinterpret_cast<const uint4*>(data + dim)) : uint4{};
   }
-  if (source.dtype == DType::f32) {
-    const auto* data = reinterpret_cast<const float4*>(static_cast<const float*>(source.data) + place);
-    const float4 low = __ldg(data);
-    const float4 high = __ldg(data + 1);
-    out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
-    out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
-    return;
-  }
-  const uint4 bits = __ldg(reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(source.data) + place));
-  widen_pair(bits.x, source.dtype, out);
-  widen_pair(bits.y, source.dtype, out + 2);
-  widen_pair(bits.z, source.dtype, out + 4);
-  widen_pair(bits.w, source.dtype, out + 6);
 }
 
 /// A lane's part of a row: kChunks chunks of eight dims.
-template <int kChunks>
+template <std::size_t kChunks>
 struct Row {
   float x[kChunks][kChunk];
   bool poisoned;
-  float factor;     // 2^exponent
-  float inverse;    // 2^-exponent
   int exponent;
+  float factor;   // 2^exponent
+  float inverse;  // 2^-exponent
+  float norm;     // At least that of the row as rounded.
 
-  __device__ void load(const Part& part, std::int64_t token, std::int32_t head, int lane) {
-    const std::int64_t base = token * part.source->token_stride + head * part.source->head_stride;
+  template <class From>
+  __device__ void widen_chunks(const Raw<kChunks>& raw) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const std::uint32_t words[] = {raw.bits[c].x, raw.bits[c].y, raw.bits[c].z, raw.bits[c].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) From::widen(words[w], x[c] + 2 * w);
+    }
+  }
+
+  /// Zeros beyond the rows.
+  __device__ void widen_all(const Rows& rows, std::int32_t r, int lane, const Raw<kChunks>& raw) {
+    const Source& source = *rows.source;
+    if (packed(source)) {
+      if (source.dtype == DType::bf16) {
+        widen_chunks<FromBf16>(raw);
+      } else {
+        widen_chunks<FromF16>(raw);
+      }
+      return;
+    }
+    const std::int64_t base = (std::int64_t{rows.first} + r) * source.token_stride + rows.head * source.head_stride;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int dim = (c * kLanes + lane) * kChunk;
-      if (dim < part.dims) {
-        load_chunk(*part.source, base + dim * part.source->dim_stride, x[c]);
-      } else {
 #pragma unroll
-        for (int d = 0; d < kChunk; ++d) x[c][d] = 0.0F;
+      for (int d = 0; d < kChunk; ++d) {
+        const bool inside = dim < rows.dims && r < rows.count;
+        x[c][d] = inside ? widen(source.data, base + (dim + d) * source.dim_stride, source.dtype) : 0.0F;
       }
     }
   }
@@ -111,12 +155,13 @@ struct Row {
 #pragma unroll
     for (int half = 1; half < kLanes; half *= 2) {
       if (half * kChunk >= dims) break;
+      const float sign = (lane & half) == 0 ? 1.0F : -1.0F;
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
         for (int d = 0; d < kChunk; ++d) {
-          const float other = __shfl_xor_sync(0xFFFFFFFFU, x[c][d], half);
-          x[c][d] = (lane & half) == 0 ? x[c][d] + other : other - x[c][d];
+          // The sum, or in the upper lane the difference: a product with 1 or -1 is exact.
+          x[c][d] = fmaf(x[c][d], sign, __shfl_xor_sync(0xFFFFFFFFU, x[c][d], half));
         }
       }
     }
@@ -139,21 +184,38 @@ struct Row {
 
   /// Exponent of the row's maximum by the rule `ceil`; a row with a NaN or Inf has codes 0.
   __device__ void scale() {
-    std::uint32_t most = 0;
+    float largest[kLanes] = {0, 0, 0, 0};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-      for (int d = 0; d < kChunk; ++d) most = max(most, __float_as_uint(x[c][d]) & detail::kAbsMask);
+      for (int d = 0; d < kChunk; ++d) largest[d % kLanes] = larger(largest[d % kLanes], x[c][d]);
     }
-    for (int half = 1; half < kLanes; half *= 2) most = max(most, __shfl_xor_sync(0xFFFFFFFFU, most, half));
-    poisoned = most >= detail::kInfBits;
+    float most = larger(larger(largest[0], largest[1]), larger(largest[2], largest[3]));
+    for (int half = 1; half < kLanes; half *= 2) most = larger(most, __shfl_xor_sync(0xFFFFFFFFU, most, half));
+    most = fabsf(most);
+    poisoned = !(most < INFINITY);
     exponent = -kE8m0Bias;
-    if (!poisoned && most != 0) {
-      exponent = scale_exponent(Format::e4m3, ScaleRule::ceil, __uint_as_float(most));
-      exponent = min(max(exponent, -kE8m0Bias), kE8m0Bias);
+    if (!poisoned && most != 0.0F) {
+      exponent = exponent_of(most);
     }
     factor = detail::pow2(exponent);
     inverse = detail::pow2(-exponent);
+  }
+
+  /// Rounding to E4M3 adds a sixteenth at most, or half a subnormal step.
+  __device__ void measure(std::int32_t dims) {
+    float sums[kLanes] = {0, 0, 0, 0};
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int d = 0; d < kChunk; ++d) {
+        const float scaled = x[c][d] * inverse;  // The square of x itself may leave FP32.
+        sums[d % kLanes] = fmaf(scaled, scaled, sums[d % kLanes]);
+      }
+    }
+    float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    for (int half = 1; half < kLanes; half *= 2) sum += __shfl_xor_sync(0xFFFFFFFFU, sum, half);
+    norm = poisoned ? 0.0F : (sqrtf(sum) * 1.07F + static_cast<float>(dims) / 1024.0F) * factor;
   }
 
   /// Eight codes, lowest dim in the lowest byte.
@@ -173,34 +235,31 @@ struct Row {
   }
 };
 
-/// Codes of q or k: rows of `dims` bytes.
-template <int kChunks>
-__device__ void quantize_rows(const QuantizeArguments& a, const Part& part, std::int32_t tile, std::int32_t head) {
+/// Codes of q or k, rows of `key_dims` bytes from `codes` on; `keep(r, row)` takes each row's scale.
+template <std::size_t kChunks, class Keep>
+__device__ void quantize_rows(const QuantizeArguments& a, const Rows& rows, std::uint8_t* codes, Keep keep) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const bool query = part.role == Role::query;
-  const std::int64_t rows = query ? a.sizes.rows_q() : a.sizes.rows_k();
-  std::uint8_t* codes = query ? a.workspace.query_codes : a.workspace.key_codes;
-  for (int r = static_cast<int>(threadIdx.x) / kLanes; r < kTileRows; r += kRowsAtOnce) {
-    const std::int64_t token = std::int64_t{tile} * kTileRows + r;
-    const bool inside = token < part.tokens;
+  const int first = static_cast<int>(threadIdx.x) / kLanes;
+  Raw<kChunks> raw[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) read(rows, first + pass * kRowsAtOnce, lane, raw[pass]);
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int r = first + pass * kRowsAtOnce;
     Row<kChunks> row;
-    row.load(part, inside ? token : 0, head, lane);
-    if (a.rotation_shift >= 0) row.rotate(a.rotation_shift, part.dims, lane);
+    row.widen_all(rows, r, lane, raw[pass]);
+    if (a.rotation_shift >= 0) row.rotate(a.rotation_shift, rows.dims, lane);
     row.scale();
-    if (!inside) continue;
-    const std::int64_t place = head * rows + token;
+    row.measure(rows.dims);
+    if (r >= rows.count) continue;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int dim = (c * kLanes + lane) * kChunk;
-      if (dim < a.sizes.key_dims) *reinterpret_cast<uint2*>(codes + place * a.sizes.key_dims + dim) = row.codes(c);
+      if (dim < a.sizes.key_dims) {
+        *reinterpret_cast<uint2*>(codes + std::int64_t{r} * a.sizes.key_dims + dim) = row.codes(c);
+      }
     }
-    if (lane != 0) continue;
-    const float factor = row.poisoned ? detail::float_of(detail::kNanBits) : row.factor;
-    if (query) {
-      a.workspace.query_factor[place] = factor;
-    } else {
-      a.workspace.key_scale[place].factor = factor;
-    }
+    if (lane == 0) keep(r, row);
   }
 }
 
@@ -211,131 +270,141 @@ __device__ std::uint8_t sum_multiplier(float reference, int exponent) {
   return static_cast<std::uint8_t>(power >= -6 ? (power + 7) << 3 : 1 << (power + 9));
 }
 
-__device__ float reference_of(float first_exponent) {
-  return first_exponent <= static_cast<float>(-kE8m0Bias) ? kUsualExponent : first_exponent;
+/// The unit of a document's row sums: its first key's exponent, which every query that sees a later key may know.
+template <std::size_t kChunks>
+__device__ float sum_reference(const Rows& rows, int lane) {
+  Raw<kChunks> raw;
+  Row<kChunks> row;
+  read(rows, 0, lane, raw);
+  row.widen_all(rows, 0, lane, raw);
+  row.scale();
+  return row.exponent <= -kE8m0Bias ? kUsualExponent : static_cast<float>(row.exponent);
 }
 
-/// Codes of v, transposed: rows of tokens. Each document's row sum counts in units of its first key's exponent, which
-/// every query that sees a later key may know.
-template <int kChunks>
-__device__ void quantize_values(const QuantizeArguments& a, const Part& part, std::int32_t tile, std::int32_t head,
-                                std::uint8_t* transposed) {
-  __shared__ std::int32_t first[kTileRows];
-  __shared__ float references[kTileRows];
+/// Codes of v into shared memory, transposed: rows of tokens, and below them the multipliers of the row sum.
+template <std::size_t kChunks>
+__device__ void transpose_values(const Rows& rows, float reference, std::uint8_t* transposed, float* exponents) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const std::int64_t begin = std::int64_t{tile} * kTileRows;
-  if (threadIdx.x < kTileRows && begin + threadIdx.x < part.tokens) {
-    const auto token = static_cast<std::int32_t>(begin + threadIdx.x);
-    first[threadIdx.x] = a.offsets.k[document_of_token(a.offsets.k, a.sizes.documents, token)];
-  }
-  __syncthreads();
-  for (int r = static_cast<int>(threadIdx.x) / kLanes; r < kTileRows; r += kRowsAtOnce) {
-    const bool leads = begin + r < part.tokens && (r == 0 || first[r] == begin + r);
-    if (__ballot_sync(0xFFFFFFFFU, leads) == 0) continue;
+  const int first = static_cast<int>(threadIdx.x) / kLanes;
+  Raw<kChunks> raw[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) read(rows, first + pass * kRowsAtOnce, lane, raw[pass]);
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int r = first + pass * kRowsAtOnce;
     Row<kChunks> row;
-    row.load(part, leads ? first[r] : 0, head, lane);
-    row.scale();
-    if (leads && lane == 0) references[r] = reference_of(static_cast<float>(row.exponent));
-  }
-  __syncthreads();
-  for (int r = static_cast<int>(threadIdx.x) / kLanes; r < kTileRows; r += kRowsAtOnce) {
-    const std::int64_t token = begin + r;
-    const bool inside = token < part.tokens;
-    Row<kChunks> row;
-    row.load(part, inside ? token : 0, head, lane);
+    row.widen_all(rows, r, lane, raw[pass]);
     row.scale();
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int dim = (c * kLanes + lane) * kChunk;
-      if (dim >= part.dims) continue;
-      const uint2 codes = inside ? row.codes(c) : uint2{0, 0};
+      if (dim >= rows.dims) continue;
+      const uint2 codes = row.codes(c);
 #pragma unroll
       for (int d = 0; d < kChunk; ++d) {
-        transposed[(dim + d) * kTransposedStride + r] = static_cast<std::uint8_t>((d < 4 ? codes.x : codes.y) >> (d % 4 * 8));
+        const std::uint32_t word = d < 4 ? codes.x : codes.y;
+        transposed[(dim + d) * kTransposedStride + r] = static_cast<std::uint8_t>(word >> (d % 4 * 8));
       }
     }
     if (lane != 0) continue;
-    std::uint8_t multiplier = 0;
-    if (inside) {
-      const std::int64_t place = head * a.sizes.rows_k() + token;
-      const float exponent = row.poisoned ? kPoisonedValue : static_cast<float>(row.exponent);
-      a.workspace.key_scale[place].value_exponent = exponent;
-      const std::int64_t leader = first[r] - begin;
-      multiplier = sum_multiplier(references[leader > 0 ? leader : 0], row.exponent);
-    }
-    transposed[part.dims * kTransposedStride + r] = multiplier;
+    exponents[r] = row.poisoned ? kPoisonedValue : static_cast<float>(row.exponent);
+    transposed[rows.dims * kTransposedStride + r] = r < rows.count ? sum_multiplier(reference, row.exponent) : 0;
   }
-  __syncthreads();
-  std::uint8_t* out = a.workspace.value_codes + head * a.sizes.value_rows() * a.sizes.rows_k() + begin;
+}
+
+/// Each part's dims are followed by the multipliers, which are the same for all.
+__device__ void store_values(const QuantizeArguments& a, const KeyTile& tile, std::int32_t head,
+                             const std::uint8_t* transposed) {
+  const Sizes& sizes = a.sizes;
+  std::uint8_t* out = a.workspace.value_codes + head * sizes.value_rows() * sizes.columns() + tile.column;
   constexpr int kWords = kTileRows / 4;
-  for (int i = static_cast<int>(threadIdx.x); i < (part.dims + a.sizes.value_parts) * kWords; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < (sizes.value_dim + sizes.value_parts) * kWords; i += kThreads) {
     const int dim = i / kWords;
-    const int word = i % kWords;
-    // Each part's dims are followed by the multipliers, which are the same for all.
-    const bool multipliers = dim >= part.dims;
-    const int pass = multipliers ? dim - part.dims : dim / a.sizes.value_dims;
-    const int row = pass * (a.sizes.value_dims + 1) + (multipliers ? a.sizes.value_dims : dim % a.sizes.value_dims);
-    const std::uint8_t* from = transposed + min(dim, part.dims) * kTransposedStride + word * 4;
-    *reinterpret_cast<std::uint32_t*>(out + row * a.sizes.rows_k() + word * 4) =
-        *reinterpret_cast<const std::uint32_t*>(from);
+    const int column = i % kWords * 4;
+    if (column >= tile.columns) continue;
+    const bool multipliers = dim >= sizes.value_dim;
+    const int part = multipliers ? dim - sizes.value_dim : (dim >= sizes.value_dims ? 1 : 0);  // Two at most.
+    const int row = multipliers ? part * (sizes.value_dims + 1) + sizes.value_dims : dim + part;
+    *reinterpret_cast<std::uint32_t*>(out + row * sizes.columns() + column) =
+        *reinterpret_cast<const std::uint32_t*>(transposed + min(dim, sizes.value_dim) * kTransposedStride + column);
   }
 }
 
-/// The blocks of q, then those of k, then those of v.
-template <int kChunks>
-__global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constant__ QuantizeArguments a) {
-  extern __shared__ std::uint32_t shared[];
-  if (a.workspace.control->status != 0) return;
-  const Part q{Role::query, &a.q, a.sizes.tokens_q, a.sizes.heads, a.sizes.head_dim};
-  const Part k{Role::key, &a.k, a.sizes.tokens_k, a.sizes.kv_heads, a.sizes.head_dim};
-  const Part v{Role::value, &a.v, a.sizes.tokens_k, a.sizes.kv_heads, a.sizes.value_dim};
-  const std::int64_t q_blocks = a.sizes.rows_q() / kTileRows * q.heads;
-  const std::int64_t k_blocks = a.sizes.rows_k() / kTileRows * k.heads;
-  std::int64_t index = blockIdx.x;
-  if (index < q_blocks) {
-    quantize_rows<kChunks>(a, q, static_cast<std::int32_t>(index / q.heads), static_cast<std::int32_t>(index % q.heads));
-    return;
-  }
-  index -= q_blocks;
-  if (index < k_blocks) {
-    quantize_rows<kChunks>(a, k, static_cast<std::int32_t>(index / k.heads), static_cast<std::int32_t>(index % k.heads));
-    return;
-  }
-  index -= k_blocks;
-  quantize_values<kChunks>(a, v, static_cast<std::int32_t>(index / v.heads), static_cast<std::int32_t>(index % v.heads),
-                           reinterpret_cast<std::uint8_t*>(shared));
-}
-
-/// A warp takes a tile of keys of one head.
-__global__ void __launch_bounds__(kThreads) ranges_kernel(const __grid_constant__ QuantizeArguments a) {
-  if (a.workspace.control->status != 0) return;
-  const std::int64_t index = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) / warpSize;
-  const int lane = static_cast<int>(threadIdx.x) % warpSize;
-  const std::int64_t slots = a.sizes.tile_slots();
-  if (index >= slots * a.sizes.kv_heads) return;
-  const auto slot = static_cast<std::int32_t>(index % slots);
-  const std::int64_t head = index / slots;
-  const std::int32_t document = document_of_slot(a.offsets.k, a.sizes.documents, slot);
-  const std::int32_t begin = a.offsets.k[document] + (slot - first_slot(a.offsets.k, document)) * kTileRows;
-  const std::int32_t end = min(begin + kTileRows, a.offsets.k[document + 1]);
-  float least = INFINITY;
-  float most = -INFINITY;
-  float factor = 0;
-  for (std::int32_t token = begin + lane; token < end; token += warpSize) {
-    const KeyScale scale = a.workspace.key_scale[head * a.sizes.rows_k() + token];
-    least = fminf(least, scale.value_exponent);
-    most = fmaxf(most, scale.value_exponent);
-    factor = fmaxf(factor, scale.factor);  // Ignores NaN.
+/// The first warp: what the tile's keys have in common.
+__device__ Range range_of(const float* norms, const float* exponents, std::int32_t keys) {
+  Range range{INFINITY, -INFINITY, 0, 0};
+  for (std::int32_t r = static_cast<std::int32_t>(threadIdx.x); r < keys; r += warpSize) {
+    range.least = fminf(range.least, exponents[r]);
+    range.most = fmaxf(range.most, exponents[r]);
+    range.key_norm = fmaxf(range.key_norm, norms[r]);
   }
   for (int half = 1; half < warpSize; half *= 2) {
-    least = fminf(least, __shfl_xor_sync(0xFFFFFFFFU, least, half));
-    most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFU, most, half));
-    factor = fmaxf(factor, __shfl_xor_sync(0xFFFFFFFFU, factor, half));
+    range.least = fminf(range.least, __shfl_xor_sync(0xFFFFFFFFU, range.least, half));
+    range.most = fmaxf(range.most, __shfl_xor_sync(0xFFFFFFFFU, range.most, half));
+    range.key_norm = fmaxf(range.key_norm, __shfl_xor_sync(0xFFFFFFFFU, range.key_norm, half));
   }
-  if (lane == 0 && begin < end) a.workspace.ranges[index] = {least, most, factor, 0.0F};
+  return range;
 }
 
-template <int kChunks>
+template <std::size_t kChunks>
+__device__ void quantize_queries(const QuantizeArguments& a, std::int32_t slot, std::int32_t head) {
+  if (a.workspace.costs[slot] == 0) return;
+  const Item& item = a.workspace.items[slot];
+  const Rows rows{&a.q, a.sizes.head_dim, head, item.query_row, item.queries};
+  const std::int64_t place = head * a.sizes.rows_q() + item.query_row;
+  quantize_rows<kChunks>(a, rows, a.workspace.query_codes + place * a.sizes.key_dims,
+                         [&](int r, const Row<kChunks>& row) {
+                           a.workspace.query_scale[place + r] = {row.poisoned ? NAN : row.factor, row.norm};
+                         });
+}
+
+template <std::size_t kChunks>
+__device__ void quantize_keys_and_values(const QuantizeArguments& a, std::int32_t slot, std::int32_t head,
+                                         std::uint8_t* transposed) {
+  __shared__ float factors[kTileRows];
+  __shared__ float exponents[kTileRows];
+  __shared__ float norms[kTileRows];
+  const KeyTile tile = a.workspace.tiles[slot];
+  if (tile.keys == 0) return;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const Rows values{&a.v, a.sizes.value_dim, head, tile.row, tile.keys};
+  const float reference = sum_reference<kChunks>({&a.v, a.sizes.value_dim, head, tile.first_row, 1}, lane);
+  transpose_values<kChunks>(values, reference, transposed, exponents);
+  const std::int64_t row = head * a.sizes.rows_k() + tile.row;
+  quantize_rows<kChunks>(a, {&a.k, a.sizes.head_dim, head, tile.row, tile.keys},
+                         a.workspace.key_codes + row * a.sizes.key_dims,
+                         [&](int r, const Row<kChunks>& key) {
+                           factors[r] = key.poisoned ? NAN : key.factor;
+                           norms[r] = key.norm;
+                         });
+  __syncthreads();
+  store_values(a, tile, head, transposed);
+  KeyScale* scales = a.workspace.key_scale + head * a.sizes.columns() + tile.column;
+  for (auto r = static_cast<std::int32_t>(threadIdx.x); r < tile.keys; r += kThreads) scales[r] = {factors[r], exponents[r]};
+  if (threadIdx.x >= warpSize) return;
+  const Range range = range_of(norms, exponents, tile.keys);
+  if (threadIdx.x == 0) a.workspace.ranges[head * a.sizes.tile_slots() + slot] = range;
+}
+
+/// The blocks of q, then those of k and v.
+template <std::size_t kChunks>
+__global__ void __launch_bounds__(kThreads, kChunks > 4 ? 1 : 3) quantize_kernel(const __grid_constant__ QuantizeArguments a) {
+  extern __shared__ std::uint32_t shared[];
+  if (a.workspace.control->status != 0) return;
+  const std::int64_t query_blocks = a.sizes.item_slots() * a.sizes.heads;
+  const std::int64_t index = blockIdx.x;
+  if (index < query_blocks) {
+    quantize_queries<kChunks>(a, static_cast<std::int32_t>(index / a.sizes.heads),
+                              static_cast<std::int32_t>(index % a.sizes.heads));
+    return;
+  }
+  const std::int64_t rest = index - query_blocks;
+  quantize_keys_and_values<kChunks>(a, static_cast<std::int32_t>(rest / a.sizes.kv_heads),
+                                    static_cast<std::int32_t>(rest % a.sizes.kv_heads),
+                                    reinterpret_cast<std::uint8_t*>(shared));
+}
+
+template <std::size_t kChunks>
 cudaError_t launch(const QuantizeArguments& a, std::int64_t blocks, cudaStream_t stream) {
   const int shared = (a.sizes.value_dim + 1) * kTransposedStride;
   if (const cudaError_t error =
@@ -352,17 +421,11 @@ cudaError_t launch(const QuantizeArguments& a, std::int64_t blocks, cudaStream_t
 int launch_quantize(const QuantizeArguments& arguments, void* stream) {
   auto* on = static_cast<cudaStream_t>(stream);
   const Sizes& sizes = arguments.sizes;
-  const std::int64_t blocks =
-      (sizes.rows_q() * sizes.heads + 2 * sizes.rows_k() * sizes.kv_heads) / kTileRows;
-  const std::int32_t dims = sizes.key_dims > sizes.value_dim ? sizes.key_dims : sizes.value_dim;
-  const cudaError_t error = dims <= 64    ? launch<2>(arguments, blocks, on)
-                            : dims <= 128 ? launch<4>(arguments, blocks, on)
-                                          : launch<8>(arguments, blocks, on);
-  if (error != cudaSuccess) return error;
-  const std::int64_t warps = sizes.tile_slots() * sizes.kv_heads;
-  constexpr int kWarps = kThreads / 32;
-  ranges_kernel<<<static_cast<unsigned>((warps + kWarps - 1) / kWarps), kThreads, 0, on>>>(arguments);
-  return cudaGetLastError();
+  const std::int64_t blocks = sizes.item_slots() * sizes.heads + sizes.tile_slots() * sizes.kv_heads;
+  const std::int32_t dims = std::max(sizes.key_dims, sizes.value_dim);
+  if (dims <= 64) return launch<2>(arguments, blocks, on);
+  if (dims <= 128) return launch<4>(arguments, blocks, on);
+  return launch<8>(arguments, blocks, on);
 }
 
 }  // namespace mxflash::cuda

@@ -1,4 +1,5 @@
 // The work list, made on the device: one thread a slot finds its block of queries, CUB sorts.
+#include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 
 #include "cuda/documents.cuh"
@@ -37,16 +38,34 @@ __device__ std::uint64_t visible_pairs(const Item& item, const Band& band) {
 __device__ Item item_of(const ScheduleArguments& a, std::int32_t document, std::int32_t block) {
   Item item;
   item.document = document;
-  item.query_begin = block * kTileRows;
+  const std::int32_t query_begin = block * kTileRows;
   const std::int32_t q_begin = a.offsets.q[document];
   const std::int32_t q_length = a.offsets.q[document + 1] - q_begin;
-  item.query_row = q_begin + item.query_begin;
-  item.queries = min(kTileRows, q_length - item.query_begin);
+  item.query_row = q_begin + query_begin;
+  item.queries = min(kTileRows, q_length - query_begin);
   item.key_row = a.offsets.k[document];
   item.keys = a.offsets.k[document + 1] - item.key_row;
-  item.first_position = item.query_begin + item.keys - q_length;
+  item.first_position = query_begin + item.keys - q_length;
   item.first_tile = first_slot(a.offsets.k, document);
+  item.first_column = first_column(a.offsets.k, document);
   return item;
+}
+
+__device__ KeyTile tile_of(const ScheduleArguments& a, std::int32_t slot) {
+  const std::int32_t document = document_of_slot(a.offsets.k, a.sizes.documents, slot);
+  const std::int32_t begin = (slot - first_slot(a.offsets.k, document)) * kTileRows;
+  const std::int32_t end = a.offsets.k[document + 1];
+  KeyTile tile;
+  tile.first_row = a.offsets.k[document];
+  tile.row = tile.first_row + begin;
+  if (begin < 0 || tile.row >= end) return {};
+  tile.keys = min(kTileRows, end - tile.row);
+  tile.column = first_column(a.offsets.k, document) + begin;
+  tile.columns = kTileRows;
+  if (end > tile.row + kTileRows || end >= a.sizes.tokens_k) return tile;
+  const std::int32_t next = document_of_token(a.offsets.k, a.sizes.documents, end);
+  tile.columns = min(kTileRows, first_column(a.offsets.k, next) - tile.column);
+  return tile;
 }
 
 __global__ void items_kernel(const ScheduleArguments a) {
@@ -55,8 +74,9 @@ __global__ void items_kernel(const ScheduleArguments a) {
     const std::uint32_t broken = broken_rules(a, static_cast<std::int32_t>(index));
     if (broken != 0) atomicOr(&a.workspace.control->status, broken);
   }
-  if (index >= a.sizes.item_slots()) return;
   const auto slot = static_cast<std::int32_t>(index);
+  if (index < a.sizes.tile_slots()) a.workspace.tiles[slot] = tile_of(a, slot);
+  if (index >= a.sizes.item_slots()) return;
   const std::int32_t document = document_of_slot(a.offsets.q, a.sizes.documents, slot);
   const std::int32_t block = slot - first_slot(a.offsets.q, document);
   const std::int32_t length = a.offsets.q[document + 1] - a.offsets.q[document];
@@ -93,7 +113,7 @@ int launch_schedule(const ScheduleArguments& arguments, void* stream) {
   auto* on = static_cast<cudaStream_t>(stream);
   const Workspace& work = arguments.workspace;
   const std::int64_t slots = arguments.sizes.item_slots();
-  const std::int64_t threads = slots > arguments.sizes.documents ? slots : arguments.sizes.documents;
+  const std::int64_t threads = std::max(slots, arguments.sizes.tile_slots());
   if (const cudaError_t error = cudaMemsetAsync(work.control, 0, sizeof(Control), on); error != cudaSuccess) return error;
   items_kernel<<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, on>>>(arguments);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;

@@ -30,33 +30,39 @@ __device__ std::uint64_t descriptor(const void* rows) {
   return address | std::uint64_t{1} << 16 | kGroup << 32 | kSwizzle << 62;
 }
 
-template <class Atom, int kCount, std::size_t... kIndex>
+template <class Atom, std::size_t kCount, std::size_t... kIndex>
 __device__ void multiply(std::uint64_t a, std::uint64_t b, float (&d)[kCount], ScaleOut scale,
                          std::index_sequence<kIndex...>) {
   Atom::fma(a, b, d[kIndex]..., scale);
 }
 /// d = a b, or d += a b; both from shared memory.
-template <class Atom, int kCount>
+template <class Atom, std::size_t kCount>
 __device__ void multiply(std::uint64_t a, std::uint64_t b, float (&d)[kCount], ScaleOut scale) {
   multiply<Atom>(a, b, d, scale, std::make_index_sequence<kCount>{});
 }
 
-template <class Atom, int kCount, std::size_t... kIndex>
+template <class Atom, std::size_t kCount, std::size_t... kIndex>
 __device__ void multiply(const std::uint32_t* a, std::uint64_t b, float (&d)[kCount], ScaleOut scale,
                          std::index_sequence<kIndex...>) {
   Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., scale);
 }
 /// The same with a from four registers.
-template <class Atom, int kCount>
+template <class Atom, std::size_t kCount>
 __device__ void multiply(const std::uint32_t* a, std::uint64_t b, float (&d)[kCount], ScaleOut scale) {
   multiply<Atom>(a, b, d, scale, std::make_index_sequence<kCount>{});
 }
 
 /// Keeps the compiler from moving uses of accumulators over a wait.
-template <class Register, int kCount>
+template <class Register, std::size_t kCount>
 __device__ void fence(Register (&registers)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
+  for (std::size_t i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
+}
+
+/// The same value, which the compiler cannot know to be the same as before.
+__device__ inline std::uint32_t opaque(std::uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 /// A stage and the parity of its barriers.
@@ -87,7 +93,7 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
-/// 2^x of an integer x <= 0, exact; 0 below the normal numbers and for -inf.
+/// 2^x of an integer x <= 127, exact; 0 below the normal numbers and for -inf.
 __device__ inline float exact_pow2(float x) {
   return x < -126.0F ? 0.0F : __int_as_float((static_cast<int>(x) + 127) << 23);
 }

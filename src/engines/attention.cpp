@@ -1,6 +1,6 @@
 #include "mxflash/attention.hpp"
 
-#include "engines/arguments.hpp"
+#include "arguments/arguments.hpp"
 #include "mxflash/engine.hpp"
 #include "reference/exact.hpp"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "arguments.hpp"
-#include "engines/arguments.hpp"
+#include "arguments/arguments.hpp"
 
 namespace mxflash::tool {
 

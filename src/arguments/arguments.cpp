@@ -1,4 +1,4 @@
-#include "engines/arguments.hpp"
+#include "arguments/arguments.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

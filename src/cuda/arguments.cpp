@@ -1,0 +1,91 @@
+#include "cuda/arguments.hpp"
+
+#include <fmt/format.h>
+
+#include <bit>
+
+#include "arguments/arguments.hpp"
+#include "cuda/kernels.hpp"
+
+namespace mxflash::cuda {
+namespace {
+
+Status check_counts(const ForwardCall& call) {
+  constexpr std::int64_t kMost = INT32_MAX;
+  const std::int64_t documents = call.documents.documents;
+  if (documents < 1 || documents >= kMost) {
+    return invalid(fmt::format("documents: {} given, 1 to {} allowed", documents, kMost - 1));
+  }
+  // Slots and rows of the code tables are counted in 32 bits.
+  for (const auto& [name, view] : {std::pair{"q", &call.inputs.q}, std::pair{"k", &call.inputs.k}}) {
+    const std::int64_t rows = (view->tokens() + kTileRows) * view->heads();
+    if (rows > kMost) {
+      return invalid(fmt::format("{}: {} tokens of {} heads given, at most {} together allowed", name, view->tokens(),
+                                 view->heads(), kMost));
+    }
+  }
+  return {};
+}
+
+Status check_pointers(const ForwardCall& call) {
+  const std::pair<const char*, const void*> pointers[] = {
+      {"cu_seqlens_q", call.documents.cu_seqlens_q}, {"cu_seqlens_k", call.documents.cu_seqlens_k}};
+  for (const auto& [name, pointer] : pointers) {
+    if (pointer == nullptr) return invalid(fmt::format("{}: null given, device memory allowed", name));
+  }
+  const std::pair<const char*, const TensorView*> tensors[] = {
+      {"q", &call.inputs.q}, {"k", &call.inputs.k}, {"v", &call.inputs.v}};
+  for (const auto& [name, view] : tensors) {
+    if (view->data == nullptr && view->tokens() > 0) {
+      return invalid(fmt::format("{}: null given, device memory allowed", name));
+    }
+  }
+  if (call.inputs.q.tokens() == 0) return {};
+  const std::pair<const char*, const void*> outputs[] = {{"o", call.outputs.o}, {"lse", call.outputs.lse}};
+  for (const auto& [name, pointer] : outputs) {
+    if (pointer == nullptr || std::bit_cast<std::uintptr_t>(pointer) % 16 != 0) {
+      return invalid(fmt::format("{}: address {} given, 16-byte aligned device memory allowed", name, pointer));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Status supports(const Recipe& recipe) {
+  const Operand token{Encoding::e4m3, Block::token(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
+  const Operand weights{Encoding::e4m3, Block::tensor(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
+  const auto refused = [&recipe](std::string_view what) {
+    return unsupported(fmt::format("cuda has no kernel for recipe {}: {}", recipe.name, what));
+  };
+  if (recipe.s.left != token || recipe.s.right != token) return refused("q and k other than E4M3 with a scale a token");
+  if (recipe.o.tokens != token || recipe.o.cut) return refused("v other than E4M3 with a scale a token");
+  if (recipe.o.weights != weights || recipe.beta != 256) return refused("P other than E4M3 with beta 256");
+  if (recipe.row_sum != RowSum::quantized) return refused("a row sum of unquantized weights");
+  if (recipe.exponential != Exponential::exact) return refused("an approximate exponential");
+  return {};
+}
+
+Result<Sizes> check_call(const ForwardCall& call, const Recipe& recipe) {
+  const Inputs& inputs = call.inputs;
+  if (inputs.q.tokens() < 0 || inputs.k.tokens() < 0) return invalid("tokens: a negative number given, 0 or more allowed");
+  // The offsets are on the device: here the rows of q and k count as one document.
+  const Problem problem{Packing::single(inputs.q.tokens(), inputs.k.tokens()), call.documents.mask, call.documents.scale};
+  const Status checks[] = {check_arguments(problem, inputs, {}), check_recipe(recipe, inputs), supports(recipe),
+                           check_counts(call), check_pointers(call)};
+  for (const Status& status : checks) {
+    if (!status.ok()) return status.error();
+  }
+  Sizes sizes;
+  sizes.documents = static_cast<std::int32_t>(call.documents.documents);
+  sizes.tokens_q = static_cast<std::int32_t>(inputs.q.tokens());
+  sizes.tokens_k = static_cast<std::int32_t>(inputs.k.tokens());
+  sizes.heads = static_cast<std::int32_t>(inputs.q.heads());
+  sizes.kv_heads = static_cast<std::int32_t>(inputs.k.heads());
+  sizes.head_dim = static_cast<std::int32_t>(inputs.q.dims());
+  sizes.value_dim = static_cast<std::int32_t>(inputs.v.dims());
+  choose_kernel(sizes);
+  return sizes;
+}
+
+}  // namespace mxflash::cuda

@@ -1,0 +1,152 @@
+#include "cuda/plan.hpp"
+
+#include <cuda_runtime.h>
+#include <fmt/format.h>
+
+#include <bit>
+#include <cmath>
+#include <numbers>
+
+#include "cuda/arguments.hpp"
+
+namespace mxflash::cuda {
+namespace {
+
+constexpr std::size_t kAlignment = 256;
+
+class Planner {
+ public:
+  std::size_t take(std::size_t bytes) {
+    const std::size_t place = end_;
+    end_ = (end_ + bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return place;
+  }
+  [[nodiscard]] std::size_t end() const { return end_; }
+
+ private:
+  std::size_t end_ = 0;
+};
+
+Workspace at(void* base, const Layout& layout) {
+  auto* bytes = static_cast<std::byte*>(base);
+  const auto place = [bytes]<class T>(T*& pointer, std::size_t offset) {
+    pointer = reinterpret_cast<T*>(bytes + offset);
+  };
+  Workspace work;
+  place(work.control, layout.control);
+  place(work.items, layout.items);
+  place(work.tiles, layout.tiles);
+  place(work.costs, layout.costs);
+  place(work.slots, layout.slots);
+  place(work.costs_out, layout.costs_out);
+  place(work.order, layout.order);
+  work.sort = bytes + layout.sort;
+  work.sort_bytes = layout.sort_bytes;
+  place(work.query_scale, layout.query_scale);
+  place(work.key_scale, layout.key_scale);
+  place(work.ranges, layout.ranges);
+  place(work.query_codes, layout.query_codes);
+  place(work.key_codes, layout.key_codes);
+  place(work.value_codes, layout.value_codes);
+  return work;
+}
+
+/// Rows of eight dims at a time need 16-byte loads; others are read by the element.
+Source source_of(const TensorView& view) {
+  Source source;
+  source.data = view.data;
+  source.dtype = view.dtype;
+  source.token_stride = view.stride[0];
+  source.head_stride = view.stride[1];
+  source.dim_stride = view.stride[2];
+  const auto bytes = static_cast<std::int64_t>(size_of(view.dtype));
+  const auto aligned = [](std::int64_t x) { return x % 16 == 0; };
+  source.vectors = view.stride[2] == 1 && aligned(static_cast<std::int64_t>(std::bit_cast<std::uintptr_t>(view.data))) &&
+                   aligned(view.stride[0] * bytes) && aligned(view.stride[1] * bytes);
+  return source;
+}
+
+bool rotates(const Recipe& recipe, const Sizes& sizes) {
+  return recipe.hadamard == Hadamard::required || (recipe.hadamard == Hadamard::at_128 && sizes.head_dim == 128);
+}
+
+float logit_scale(const DeviceDocuments& documents, const Sizes& sizes, std::int32_t rotation_shift) {
+  const auto dims = static_cast<double>(sizes.head_dim);
+  double scale = documents.scale ? static_cast<double>(*documents.scale) : 1.0 / std::sqrt(dims);
+  if (rotation_shift >= 0) scale *= std::ldexp(1.0, 2 * rotation_shift) / dims;
+  return static_cast<float>(scale * std::numbers::log2e);
+}
+
+Band band_of(const Mask& mask) {
+  constexpr std::int64_t kFar = std::int64_t{1} << 40;
+  const auto bound = [](std::int64_t side) {
+    return side >= Mask::unbounded ? kFar : side < -kFar ? -kFar : side;
+  };
+  return {bound(mask.left), bound(mask.right)};
+}
+
+Status check_execution(const Execution& execution, std::size_t bytes) {
+  if (execution.workspace_bytes < bytes) {
+    return invalid(fmt::format("workspace_bytes: {} given, at least {} allowed", execution.workspace_bytes, bytes));
+  }
+  const auto address = std::bit_cast<std::uintptr_t>(execution.workspace);
+  if (execution.workspace == nullptr || address % kAlignment != 0) {
+    return invalid(fmt::format("workspace: address {:#x} given, a multiple of {} other than 0 allowed", address, kAlignment));
+  }
+  return {};
+}
+
+}  // namespace
+
+Error failed(std::string_view what, int code) {
+  const auto error = static_cast<cudaError_t>(code);
+  return device_error(fmt::format("cuda: {}: {} ({})", what, cudaGetErrorString(error), cudaGetErrorName(error)));
+}
+
+Result<Layout> plan(const Sizes& sizes) {
+  const auto slots = static_cast<std::size_t>(sizes.item_slots());
+  const auto rows_q = static_cast<std::size_t>(sizes.rows_q() * sizes.heads);
+  const auto rows_k = static_cast<std::size_t>(sizes.rows_k() * sizes.kv_heads);
+  const auto columns = static_cast<std::size_t>(sizes.columns() * sizes.kv_heads);
+  const auto dims = static_cast<std::size_t>(sizes.key_dims);
+  const std::int64_t sort_bytes = sort_scratch_bytes(sizes.item_slots());
+  if (sort_bytes < 0) return failed("size of the sort", static_cast<int>(-sort_bytes));
+  Planner planner;
+  Layout layout;
+  layout.control = planner.take(sizeof(Control));
+  layout.items = planner.take(slots * sizeof(Item));
+  layout.tiles = planner.take(static_cast<std::size_t>(sizes.tile_slots()) * sizeof(KeyTile));
+  layout.costs = planner.take(slots * sizeof(std::uint64_t));
+  layout.slots = planner.take(slots * sizeof(std::int32_t));
+  layout.costs_out = planner.take(slots * sizeof(std::uint64_t));
+  layout.order = planner.take(slots * sizeof(std::int32_t));
+  layout.sort_bytes = static_cast<std::size_t>(sort_bytes);
+  layout.sort = planner.take(layout.sort_bytes);
+  layout.query_scale = planner.take(rows_q * sizeof(QueryScale));
+  layout.key_scale = planner.take(columns * sizeof(KeyScale));
+  layout.ranges = planner.take(static_cast<std::size_t>(sizes.tile_slots() * sizes.kv_heads) * sizeof(Range));
+  layout.query_codes = planner.take(rows_q * dims);
+  layout.key_codes = planner.take((rows_k + kTileRows) * dims);
+  layout.value_codes = planner.take(columns * static_cast<std::size_t>(sizes.value_rows()));
+  layout.bytes = planner.end();
+  return layout;
+}
+
+Result<Launches> prepare(const ForwardCall& call, const Recipe& recipe, const Execution& execution) {
+  const Result<Sizes> sizes = check_call(call, recipe);
+  if (!sizes.ok()) return sizes.error();
+  const Result<Layout> layout = plan(*sizes);
+  if (!layout.ok()) return layout.error();
+  if (Status status = check_execution(execution, layout->bytes); !status.ok()) return status.error();
+  const Workspace work = at(execution.workspace, *layout);
+  const Offsets offsets{call.documents.cu_seqlens_q, call.documents.cu_seqlens_k};
+  const Band band = band_of(call.documents.mask);
+  const auto dims = static_cast<std::uint32_t>(sizes->head_dim);
+  const std::int32_t shift = rotates(recipe, *sizes) ? (std::countr_zero(dims) + 1) / 2 : -1;
+  return Launches{{*sizes, offsets, band, work},
+                  {*sizes, work, source_of(call.inputs.q), source_of(call.inputs.k), source_of(call.inputs.v), shift},
+                  {*sizes, band, work, logit_scale(call.documents, *sizes, shift), call.inputs.q.dtype, call.outputs.o,
+                   call.outputs.lse}};
+}
+
+}  // namespace mxflash::cuda
