@@ -9,8 +9,8 @@
 
 #include "arguments.hpp"
 #include "capture.hpp"
-#include "mxflash/engine.hpp"
 #include "output.hpp"
+#include "selection.hpp"
 #include "verbs.hpp"
 
 namespace mxflash::tool {
@@ -35,7 +35,7 @@ struct Skipped {
 };
 
 struct Audit {
-  std::string engine;
+  Selection engines;
   std::vector<AuditReport> reports;
   std::vector<Skipped> skipped;  ///< Of `all`: recipes that refuse this file or this engine.
 };
@@ -58,10 +58,15 @@ Progress share_of(const Progress& bar, std::size_t index, std::size_t count) {
   return [bar, index, count](double share) { bar((static_cast<double>(index) + share) / static_cast<double>(count)); };
 }
 
+/// Which of them the audit of this recipe calls.
+Result<Selection> engines_of(const Recipe& recipe, const Capture& capture, const Options& options) {
+  return select_engines(options, recipe, capture.inputs.dout && validate_backward(recipe).ok());
+}
+
 Result<AuditReport> audit_one(const Recipe& recipe, const Capture& capture, const AuditOptions& probes,
                               const Options& options) {
-  const Result<const Engine*> engine = select_engine(options.engine, recipe);
-  if (!engine) return engine.error();
+  const Result<Selection> engines = engines_of(recipe, capture, options);
+  if (!engines) return engines.error();
   return audit_recipe(recipe, capture.problem, capture.inputs, probes, options);
 }
 
@@ -69,7 +74,7 @@ Result<Audit> audit_all(const AuditArguments& arguments, const std::vector<Recip
                         const Options& options) {
   const Result<std::int64_t> probes = parse_integer("--probes", arguments.probes, {1, kMostProbes});
   if (!probes) return probes.error();
-  Audit audit{options.engine, {}, {}};
+  Audit audit{{options.engine, {}}, {}, {}};
   const Progress bar = progress_bar("audit");
   for (std::size_t i = 0; i < chosen.size(); ++i) {
     const AuditOptions audit_options{static_cast<int>(*probes), options.seed, share_of(bar, i, chosen.size())};
@@ -79,7 +84,7 @@ Result<Audit> audit_all(const AuditArguments& arguments, const std::vector<Recip
       audit.skipped.push_back({chosen[i].name, report.error()});
       continue;
     }
-    if (const Result<const Engine*> engine = select_engine(options.engine, chosen[i])) audit.engine = (*engine)->name();
+    if (const Result<Selection> engines = engines_of(chosen[i], capture, options)) audit.engines = *engines;
     audit.reports.push_back(*std::move(report));
   }
   // Where every recipe refuses, the file or the engine is at fault.
@@ -133,7 +138,7 @@ Json report_json(const AuditReport& report) {
 Json audit_json(const AuditArguments& arguments, const Audit& audit, const Capture& capture) {
   Json json = {{"version", MXFLASH_VERSION},
                {"input", arguments.input},
-               {"engine", {{"name", audit.engine}}},
+               {"engine", selection_json(audit.engines)},
                {"seed", arguments.engine.seed},
                {"problem", problem_json(capture)},
                {"backward",
