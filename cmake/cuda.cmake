@@ -13,7 +13,7 @@ execute_process(
   OUTPUT_STRIP_TRAILING_WHITESPACE
   ERROR_QUIET
 )
-if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX} AND EXISTS ${cuda_folder}/bin/nvcc)
+if(cuda_folder AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX} AND EXISTS ${cuda_folder}/bin/nvcc)
   set(CMAKE_CUDA_COMPILER ${cuda_folder}/bin/nvcc)
 endif()
 if(NOT CMAKE_CUDA_HOST_COMPILER)

@@ -12,7 +12,6 @@ enum class ErrorKind {
   invalid_argument,  ///< The caller's input or recipe is refused (exit code 2 of the command line).
   unsupported,       ///< The engine asked for cannot run this here (exit code 3).
   io,                ///< A file cannot be read or written (exit code 2).
-  device,            ///< The GPU or its driver failed (exit code 3).
 };
 
 struct Error {
@@ -22,7 +21,6 @@ struct Error {
 
 inline Error invalid(std::string message) { return {ErrorKind::invalid_argument, std::move(message)}; }
 inline Error unsupported(std::string message) { return {ErrorKind::unsupported, std::move(message)}; }
-inline Error device_error(std::string message) { return {ErrorKind::device, std::move(message)}; }
 inline Error io_error(std::string message) { return {ErrorKind::io, std::move(message)}; }
 
 /// Success, or an Error.

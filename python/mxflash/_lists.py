@@ -14,8 +14,12 @@ def recipes() -> dict[str, dict[str, Any]]:
 
 
 def engines() -> list[dict[str, Any]]:
-    """The engines, best first: name, description, available, reason (when not), and which recipes each runs."""
-    return json.loads(_native.engines())
+    """The engines, best first: name, description, available, reason (when not), and which recipes each runs: by name,
+    whether it runs, the reason (when not), and the same of its backward."""
+    return [
+        {**engine, "recipes": {entry.pop("name"): entry for entry in engine["recipes"]}}
+        for engine in json.loads(_native.engines())
+    ]
 
 
 def recipe(given: Any) -> dict[str, Any]:

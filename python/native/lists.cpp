@@ -18,26 +18,6 @@ std::string recipes_json() {
   return json.dump();
 }
 
-Json reason_of(const Status& status) { return status ? Json() : Json(status.error().message); }
-
-std::string engines_json() {
-  Json json = Json::array();
-  for (const Engine* engine : engines()) {
-    const Status available = engine->available();
-    Json runs = Json::object();
-    for (const Recipe& recipe : recipes()) {
-      const Status supported = available ? engine->supports(recipe) : available;
-      runs[recipe.name] = {{"runs", supported.ok()}, {"reason", reason_of(supported)}};
-    }
-    json.push_back({{"name", engine->name()},
-                    {"description", engine->description()},
-                    {"available", available.ok()},
-                    {"reason", reason_of(available)},
-                    {"recipes", runs}});
-  }
-  return json.dump();
-}
-
 }  // namespace
 
 Recipe recipe_of(const std::string& name_or_json) {

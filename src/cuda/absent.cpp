@@ -1,4 +1,6 @@
 // The CUDA engine of a build without CUDA: it says so.
+#include "cuda/host.hpp"
+#include "cuda/memory.hpp"
 #include "mxflash/cuda.hpp"
 
 namespace mxflash::cuda {
@@ -16,5 +18,12 @@ Status supports(const Recipe&) { return absent(); }
 Result<std::size_t> workspace_bytes(const ForwardCall&, const Recipe&) { return absent(); }
 Status forward(const ForwardCall&, const Recipe&, const Execution&) { return absent(); }
 Status check(const Execution&) { return absent(); }
+Result<ForwardResult> forward(const Problem&, const Recipe&, const Inputs&) { return absent(); }
+
+// There is none to free.
+void Free::operator()(std::byte*) const {}
+Result<DeviceMemory> allocate(std::size_t, std::string_view) { return absent(); }
+Result<DeviceMemory> upload(std::span<const std::byte>, std::string_view) { return absent(); }
+Status download(std::span<std::byte>, const std::byte*, std::string_view) { return absent(); }
 
 }  // namespace mxflash::cuda

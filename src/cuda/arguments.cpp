@@ -13,8 +13,9 @@ namespace {
 Status check_counts(const ForwardCall& call) {
   constexpr std::int64_t kMost = INT32_MAX;
   const std::int64_t documents = call.documents.documents;
-  if (documents < 1 || documents >= kMost) {
-    return invalid(fmt::format("documents: {} given, 1 to {} allowed", documents, kMost - 1));
+  const bool empty = call.inputs.q.tokens() == 0 && call.inputs.k.tokens() == 0;
+  if (documents < (empty ? 0 : 1) || documents >= kMost) {
+    return invalid(fmt::format("documents: {} given, {} to {} allowed", documents, empty ? 0 : 1, kMost - 1));
   }
   // Slots and rows of the code tables are counted in 32 bits.
   for (const auto& [name, view] : {std::pair{"q", &call.inputs.q}, std::pair{"k", &call.inputs.k}}) {

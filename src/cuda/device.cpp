@@ -1,5 +1,4 @@
 // include/mxflash/cuda.hpp on a device.
-#include <cuda_runtime.h>
 #include <fmt/format.h>
 
 #include <string>
@@ -7,6 +6,7 @@
 
 #include "cuda/arguments.hpp"
 #include "cuda/plan.hpp"
+#include "cuda/runtime.hpp"
 
 namespace mxflash::cuda {
 namespace {
@@ -20,6 +20,8 @@ std::string_view rule_of(std::uint32_t status) {
   return "cu_seqlens_k: ends elsewhere than at the rows of k, that number allowed";
 }
 
+Status launched(int code, std::string_view what) { return status_of(static_cast<cudaError_t>(code), what); }
+
 }  // namespace
 
 Status available() {
@@ -31,12 +33,11 @@ Status available() {
   int device = 0;
   int major = 0;
   int minor = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return failed("current device", error);
+  if (Status status = status_of(cudaGetDevice(&device), "the current device"); !status.ok()) return status;
   for (const auto& [attribute, value] : {std::pair{cudaDevAttrComputeCapabilityMajor, &major},
                                          std::pair{cudaDevAttrComputeCapabilityMinor, &minor}}) {
-    if (const cudaError_t error = cudaDeviceGetAttribute(value, attribute, device); error != cudaSuccess) {
-      return failed("compute capability", error);
-    }
+    const cudaError_t code = cudaDeviceGetAttribute(value, attribute, device);
+    if (Status status = status_of(code, "the compute capability"); !status.ok()) return status;
   }
   if (major == 9 && minor == 0) return {};
   return unsupported(fmt::format("cuda needs a device of compute capability 9.0 (Hopper), this one has {}.{}", major, minor));
@@ -55,18 +56,20 @@ Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& e
   if (!launches.ok()) return launches.error();
   if (Status status = available(); !status.ok()) return status;
   void* stream = execution.stream;
-  if (const int code = launch_schedule(launches->schedule, stream); code != cudaSuccess) return failed("schedule", code);
-  if (const int code = launch_quantize(launches->quantize, stream); code != cudaSuccess) return failed("quantize", code);
-  if (const int code = launch_forward(launches->forward, stream); code != cudaSuccess) return failed("forward", code);
-  return {};
+  Status status = launched(launch_schedule(launches->schedule, stream), "making the schedule");
+  if (!status.ok() || launches->schedule.sizes.tokens_q == 0) return status;
+  status = launched(launch_quantize(launches->quantize, stream), "quantizing");
+  if (!status.ok()) return status;
+  return launched(launch_forward(launches->forward, stream), "the forward");
 }
 
 Status check(const Execution& execution) {
+  // The workspace begins with it.
   Control control;
   auto* stream = static_cast<cudaStream_t>(execution.stream);
   cudaError_t error = cudaMemcpyAsync(&control, execution.workspace, sizeof control, cudaMemcpyDeviceToHost, stream);
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-  if (error != cudaSuccess) return failed("call", error);
+  if (Status status = status_of(error, "the call"); !status.ok()) return status;
   if (control.status != 0) return invalid(std::string(rule_of(control.status)));
   return {};
 }

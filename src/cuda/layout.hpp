@@ -27,7 +27,7 @@ struct Sizes {
   std::int32_t value_dims = 0;
   std::int32_t value_parts = 1;  ///< Passes of `value_dims` each.
 
-  /// Rows of the code tables: tokens rounded up to a tile.
+  /// Rows of the code tables: tokens rounded up to a tile, or one more.
   [[nodiscard]] constexpr std::int64_t rows_q() const { return padded(tokens_q); }
   [[nodiscard]] constexpr std::int64_t rows_k() const { return padded(tokens_k); }
   /// Slots for work items: block b of document d has slot cu_seqlens_q[d] / 128 + d + b, which no other block has.
@@ -43,7 +43,8 @@ struct Sizes {
   [[nodiscard]] constexpr std::int64_t value_rows() const { return std::int64_t{value_parts} * (value_dims + 1); }
 
  private:
-  static constexpr std::int64_t padded(std::int64_t tokens) { return (tokens + kTileRows - 1) / kTileRows * kTileRows; }
+  /// Never 0: the copy engine knows no empty arrays.
+  static constexpr std::int64_t padded(std::int64_t tokens) { return (tokens / kTileRows + 1) * kTileRows; }
 };
 
 /// Offsets that malformed cu_seqlens leave in `Control::status`.

@@ -1,6 +1,5 @@
 #include "cuda/plan.hpp"
 
-#include <cuda_runtime.h>
 #include <fmt/format.h>
 
 #include <bit>
@@ -8,6 +7,7 @@
 #include <numbers>
 
 #include "cuda/arguments.hpp"
+#include "cuda/runtime.hpp"
 
 namespace mxflash::cuda {
 namespace {
@@ -98,11 +98,6 @@ Status check_execution(const Execution& execution, std::size_t bytes) {
 
 }  // namespace
 
-Error failed(std::string_view what, int code) {
-  const auto error = static_cast<cudaError_t>(code);
-  return device_error(fmt::format("cuda: {}: {} ({})", what, cudaGetErrorString(error), cudaGetErrorName(error)));
-}
-
 Result<Layout> plan(const Sizes& sizes) {
   const auto slots = static_cast<std::size_t>(sizes.item_slots());
   const auto rows_q = static_cast<std::size_t>(sizes.rows_q() * sizes.heads);
@@ -110,7 +105,10 @@ Result<Layout> plan(const Sizes& sizes) {
   const auto columns = static_cast<std::size_t>(sizes.columns() * sizes.kv_heads);
   const auto dims = static_cast<std::size_t>(sizes.key_dims);
   const std::int64_t sort_bytes = sort_scratch_bytes(sizes.item_slots());
-  if (sort_bytes < 0) return failed("size of the sort", static_cast<int>(-sort_bytes));
+  if (Status status = status_of(static_cast<cudaError_t>(sort_bytes < 0 ? -sort_bytes : 0), "the size of the sort");
+      !status.ok()) {
+    return status.error();
+  }
   Planner planner;
   Layout layout;
   layout.control = planner.take(sizeof(Control));

@@ -1,8 +1,6 @@
 // From a call to the launches that it takes: the plan of the workspace, and every kernel's arguments.
 #pragma once
 
-#include <string_view>
-
 #include "cuda/kernels.hpp"
 #include "mxflash/cuda.hpp"
 
@@ -18,8 +16,5 @@ struct Launches {
 Result<Layout> plan(const Sizes& sizes);
 /// Checks the call and the workspace.
 Result<Launches> prepare(const ForwardCall& call, const Recipe& recipe, const Execution& execution);
-
-/// An error with CUDA's own words.
-Error failed(std::string_view what, int code);
 
 }  // namespace mxflash::cuda

@@ -115,6 +115,7 @@ int launch_schedule(const ScheduleArguments& arguments, void* stream) {
   const std::int64_t slots = arguments.sizes.item_slots();
   const std::int64_t threads = std::max(slots, arguments.sizes.tile_slots());
   if (const cudaError_t error = cudaMemsetAsync(work.control, 0, sizeof(Control), on); error != cudaSuccess) return error;
+  if (threads == 0) return cudaSuccess;
   items_kernel<<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, on>>>(arguments);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   std::size_t bytes = work.sort_bytes;

@@ -10,7 +10,7 @@ Result<ForwardResult> attention_forward(const Problem& problem, const Recipe& re
                                         const Options& options) {
   if (Status status = check_arguments(problem, inputs, options); !status.ok()) return status.error();
   if (Status status = check_recipe(recipe, inputs); !status.ok()) return status.error();
-  const Result<const Engine*> engine = select_engine(options.engine, recipe);
+  const Result<const Engine*> engine = select_engine(options, recipe, Pass::forward);
   if (!engine.ok()) return engine.error();
   return engine.value()->forward(problem, recipe, inputs, options);
 }
@@ -20,7 +20,7 @@ Result<BackwardResult> attention_backward(const Problem& problem, const Recipe& 
   if (Status status = check_backward_arguments(problem, inputs, options); !status.ok()) return status.error();
   if (Status status = check_recipe(recipe, inputs); !status.ok()) return status.error();
   if (Status status = validate_backward(recipe); !status.ok()) return status.error();
-  const Result<const Engine*> engine = select_engine(options.engine, recipe);
+  const Result<const Engine*> engine = select_engine(options, recipe, Pass::backward);
   if (!engine.ok()) return engine.error();
   return engine.value()->backward(problem, recipe, inputs, options);
 }

@@ -3,6 +3,8 @@
 #include <list>
 
 #include "cpu/engine.hpp"
+#include "cuda/host.hpp"
+#include "mxflash/cuda.hpp"
 #include "mxflash/engine.hpp"
 #include "reference/reference.hpp"
 
@@ -11,6 +13,30 @@ namespace {
 
 constexpr std::string_view kCpu = "cpu";
 
+class CudaEngine final : public Engine {
+ public:
+  [[nodiscard]] std::string_view name() const override { return "cuda"; }
+  [[nodiscard]] std::string_view description() const override {
+    return "tensor cores of an NVIDIA Hopper GPU, forward only; tensors in host memory are copied there and back";
+  }
+  [[nodiscard]] Status available() const override { return cuda::available(); }
+  [[nodiscard]] Status supports(const Recipe& recipe, Pass pass, const Options& options) const override {
+    if (pass == Pass::backward) return unsupported("cuda has no backward yet; engine cpu has it");
+    if (options.statistics) {
+      return unsupported("statistics: asked for, which cuda does not count; only engines cpu and reference do");
+    }
+    return cuda::supports(recipe);
+  }
+  [[nodiscard]] Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, const Inputs& inputs,
+                                              const Options&) const override {
+    return cuda::forward(problem, recipe, inputs);
+  }
+  [[nodiscard]] Result<BackwardResult> backward(const Problem&, const Recipe& recipe, const Inputs&,
+                                                const Options& options) const override {
+    return supports(recipe, Pass::backward, options).error();
+  }
+};
+
 class ReferenceEngine final : public Engine {
  public:
   [[nodiscard]] std::string_view name() const override { return "reference"; }
@@ -18,7 +44,7 @@ class ReferenceEngine final : public Engine {
     return "scalar loops in double over quantized codes: the numerics contract, everywhere";
   }
   [[nodiscard]] Status available() const override { return {}; }
-  [[nodiscard]] Status supports(const Recipe& recipe) const override { return validate(recipe); }
+  [[nodiscard]] Status supports(const Recipe& recipe, Pass, const Options&) const override { return validate(recipe); }
   [[nodiscard]] Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, const Inputs& inputs,
                                               const Options& options) const override {
     return reference::forward(problem, recipe, inputs, options);
@@ -42,7 +68,9 @@ class CpuEngine final : public Engine {
     if (set_.available()) return {};
     return unsupported(fmt::format("{} needs {}", name_, set_.needs));
   }
-  [[nodiscard]] Status supports(const Recipe& recipe) const override { return cpu::supports(set_, recipe); }
+  [[nodiscard]] Status supports(const Recipe& recipe, Pass, const Options&) const override {
+    return cpu::supports(set_, recipe);
+  }
   [[nodiscard]] Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, const Inputs& inputs,
                                               const Options& options) const override {
     return cpu::forward(set_, problem, recipe, inputs, options);
@@ -63,13 +91,19 @@ bool matches(std::string_view name, std::string_view engine) {
   return name == "auto" || name == engine || (name == kCpu && engine.starts_with(kCpu));
 }
 
+/// "cuda: no device", whether or not the message names its engine.
+std::string named(std::string_view engine, const std::string& message) {
+  return message.starts_with(engine) ? message : fmt::format("{}: {}", engine, message);
+}
+
 }  // namespace
 
 const std::vector<const Engine*>& engines() {
+  static const CudaEngine cuda;
   static const ReferenceEngine reference;
   static const std::list<CpuEngine> cpu(cpu::instruction_sets().begin(), cpu::instruction_sets().end());
   static const std::vector<const Engine*> all = [] {
-    std::vector<const Engine*> out;
+    std::vector<const Engine*> out = {&cuda};
     for (const CpuEngine& engine : cpu) out.push_back(&engine);
     out.push_back(&reference);
     return out;
@@ -77,19 +111,20 @@ const std::vector<const Engine*>& engines() {
   return all;
 }
 
-Result<const Engine*> select_engine(std::string_view name, const Recipe& recipe) {
+Result<const Engine*> select_engine(const Options& options, const Recipe& recipe, Pass pass) {
   std::string names = fmt::format("auto, {}", kCpu);
   std::string reasons;
   for (const Engine* engine : engines()) {
     names += fmt::format(", {}", engine->name());
-    if (!matches(name, engine->name())) continue;
+    if (!matches(options.engine, engine->name())) continue;
     Status status = engine->available();
-    if (status.ok()) status = engine->supports(recipe);
+    if (status.ok()) status = engine->supports(recipe, pass, options);
     if (status.ok()) return engine;
-    reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", engine->name(), status.error().message);
+    reasons += fmt::format("{}{}", reasons.empty() ? "" : "; ", named(engine->name(), status.error().message));
   }
-  if (reasons.empty()) return invalid(fmt::format("engine: {} given, {} allowed", name, names));
-  return unsupported(fmt::format("engine: {} cannot run recipe {} here ({})", name, recipe.name, reasons));
+  if (reasons.empty()) return invalid(fmt::format("engine: {} given, {} allowed", options.engine, names));
+  return unsupported(fmt::format("engine: {} cannot run {}recipe {} here ({})", options.engine,
+                                 pass == Pass::backward ? "the backward of " : "", recipe.name, reasons));
 }
 
 }  // namespace mxflash

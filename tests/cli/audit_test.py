@@ -18,6 +18,8 @@ class Audit(command_line.CommandLineTest):
     def test_exact_claims_hold(self):
         result = self.results("audit", self.source(), "--recipe", "bf16,mxfp8", "--probes", "16")
         self.assertEqual([entry["name"] for entry in result["recipes"]], ["bf16", "mxfp8"])
+        available = [engine["name"] for engine in self.results("engines") if engine["available"]]
+        self.assertIn(result["engine"]["name"], ["auto", *available])
         for entry in result["recipes"]:
             self.assertTrue(entry["holds"], entry["verdict"])
             self.assertEqual(entry["claims"]["forward"], "exact")
@@ -29,6 +31,8 @@ class Audit(command_line.CommandLineTest):
             self.assertGreater(entry["backward"]["probes"], 0)
             self.assertLess(entry["backward"]["reach_tokens"], 32)
             self.assertTrue(entry["has_backward"])
+            self.assertIn(entry["engine"]["name"], available)
+            self.assertIn(entry["engine"]["backward"], available)
 
     def test_a_negative_is_caught_and_the_leak_described(self):
         result = self.results("audit", self.source(), "--recipe", "fp8-tensor", "--probes", "16")

@@ -38,17 +38,38 @@ class Lists(command_line.CommandLineTest):
             self.assertEqual([entry["name"] for entry in engine["recipes"]], names)
             self.assertEqual(engine["available"], engine["reason"] is None)
             for entry in engine["recipes"]:
-                self.assertEqual(entry["runs"], entry["reason"] is None)
+                for one in [entry, entry["backward"]]:
+                    self.assertEqual(one["runs"], one["reason"] is None)
                 self.assertTrue(engine["name"] != "reference" or entry["runs"], entry["name"])
         table = self.succeed("engines").stdout
-        self.assertIn("reference", table)
+        for engine in engines:
+            self.assertIn(f"{engine['name']}: {engine['description']}", table)
+            self.assertIn(engine["reason"] or "available: yes", table)
         self.assertIn("mxfp8", table)
+
+    def test_a_recipe_without_a_backward_says_so(self):
+        for engine in self.results("engines"):
+            for entry in engine["recipes"]:
+                if entry["name"] in ["mxattention", "naive-fp4"]:
+                    self.assertFalse(entry["backward"]["runs"])
+                    self.assertIn("has no backward", entry["backward"]["reason"])
+
+    def test_the_cuda_engine_is_listed_with_what_it_lacks(self):
+        cuda = self.results("engines")[0]
+        self.assertEqual(cuda["name"], "cuda")
+        for entry in cuda["recipes"]:
+            self.assertFalse(entry["backward"]["runs"])
+        if not cuda["available"]:
+            self.assertTrue(cuda["reason"].startswith("cuda: "), cuda["reason"])
 
     def test_each_engine_answers_as_it_says(self):
         source = self.write(command_line.capture(tokens=8))
         for engine in self.results("engines"):
             recipe = next(entry for entry in engine["recipes"] if entry["name"] == "mxfp8")
             arguments = ["run", source, "--engine", engine["name"], "--recipe", "mxfp8"]
+            if recipe["runs"] and not recipe["backward"]["runs"]:
+                self.refuse(*arguments, words=["engine", engine["name"], "backward"], code=3)
+                arguments.append("--forward-only")
             if recipe["runs"]:
                 self.assertEqual(self.results(*arguments)["engine"]["name"], engine["name"])
             else:

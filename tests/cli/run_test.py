@@ -7,6 +7,10 @@ import command_line
 from command_line import capture, full, normal, offsets, read_safetensors
 
 
+def runs(engine, recipe):
+    return next(entry for entry in engine["recipes"] if entry["name"] == recipe)
+
+
 class Run(command_line.CommandLineTest):
     def test_writes_every_output_in_the_type_of_the_input(self):
         for dtype in ["BF16", "F16", "F32"]:
@@ -26,8 +30,10 @@ class Run(command_line.CommandLineTest):
     def test_json_has_the_documented_keys(self):
         source = self.write(capture(heads=4, kv_heads=2, cu=[0, 16, 48]))
         result = self.results("run", source, "--check", "--seed", "5")
-        best = next(engine["name"] for engine in self.results("engines") if engine["available"])
-        self.assertEqual(result["engine"]["name"], best)
+        available = [engine for engine in self.results("engines") if engine["available"]]
+        both = [engine["name"] for engine in available if runs(engine, "mxfp8")["backward"]["runs"]]
+        self.assertEqual(result["engine"], {"name": available[0]["name"], "backward": both[0]})
+        self.assertIn(result["counted_by"], [available[0]["name"], both[0]])
         self.assertEqual(result["recipe"], "mxfp8")
         self.assertEqual(result["input"], source)
         self.assertEqual(result["seed"], 5)
@@ -86,13 +92,19 @@ class Run(command_line.CommandLineTest):
 
     def test_engines_by_name(self):
         source = self.write(capture())
-        names = [engine["name"] for engine in self.results("engines") if engine["available"]]
+        available = [engine for engine in self.results("engines") if engine["available"]]
+        names = [engine["name"] for engine in available]
         self.assertEqual(names[-2:], ["cpu:scalar", "reference"])
-        for name in names:
-            result = self.results("run", source, "--engine", name, "--check")
-            self.assertEqual(result["engine"]["name"], name)
+        for engine in available:
+            name = engine["name"]
+            backward = runs(engine, "mxfp8")["backward"]["runs"]
+            if not backward:
+                self.refuse("run", source, "--engine", name, words=[name, "no backward"], code=3)
+            result = self.results("run", source, "--engine", name, "--check", *([] if backward else ["--forward-only"]))
+            self.assertEqual(result["engine"], {"name": name, "backward": name if backward else None})
             self.assertGreater(result["accuracy"]["o"]["cosine"], 0.99, name)
-        self.assertEqual(self.results("run", source, "--engine", "cpu")["engine"]["name"], names[0])
+        cpu = [name for name in names if name.startswith("cpu")]
+        self.assertEqual(self.results("run", source, "--engine", "cpu")["engine"]["name"], cpu[0])
 
     def test_without_check_there_is_no_accuracy(self):
         self.assertNotIn("accuracy", self.results("run", self.write(capture())))

@@ -237,14 +237,15 @@ def test_every_engine_can_be_forced_and_says_why_not(problem):
     seen = set()
     for engine in mxflash.engines():
         seen.add(engine["name"])
+        assert {"runs", "reason", "backward"} == set(engine["recipes"]["mxfp8"])
         if not engine["available"]:
-            with pytest.raises(RuntimeError, match=engine["name"].partition(":")[2]):
+            with pytest.raises(RuntimeError, match=engine["name"]):
                 forward(p, engine=engine["name"])
             continue
         got, _ = forward(p, engine=engine["name"])
         # A code of P on the other side of a tie is 2^-4 of its weight, O's rounding 2^-9.
         assert_within(got, want, 2.0**-4 * p["v"].abs().max().item(), engine["name"])
-    assert {"reference", "cpu:scalar"} <= seen
+    assert {"cuda", "reference", "cpu:scalar"} <= seen
 
 
 def test_recipes_of_ones_own(problem, tmp_path):

@@ -95,6 +95,13 @@ inline Options two_threads() {
   return options;
 }
 
+/// The engine that `name` stands for.
+inline Result<const Engine*> select(std::string_view name, const Recipe& recipe, Pass pass = Pass::forward) {
+  Options options;
+  options.engine = name;
+  return select_engine(options, recipe, pass);
+}
+
 inline ForwardResult forward(const Case& c, const Recipe& recipe, const Options& options = two_threads()) {
   Result<ForwardResult> result = attention_forward(c.problem, recipe, c.inputs(), options);
   EXPECT_TRUE(result.ok()) << recipe.name << ": " << (result.ok() ? "" : result.error().message);

@@ -204,25 +204,6 @@ double step_of(const Operand& weights) {
   return std::ldexp(1.0, -static_cast<int>(bits)) / 2;
 }
 
-double largest(const Tensor& tensor) {
-  double value = 0;
-  for (std::int64_t i = 0; i < tensor.elements(); ++i) {
-    if (std::isfinite(tensor.at(i))) value = std::max(value, std::fabs(static_cast<double>(tensor.at(i))));
-  }
-  return value;
-}
-
-double relative_l2(const Tensor& got, const Tensor& want) {
-  double error = 0;
-  double norm = 0;
-  for (std::int64_t i = 0; i < got.elements(); ++i) {
-    if (!std::isfinite(want.at(i))) continue;
-    error += std::pow(static_cast<double>(got.at(i)) - static_cast<double>(want.at(i)), 2);
-    norm += std::pow(static_cast<double>(want.at(i)), 2);
-  }
-  return norm == 0 ? std::sqrt(error) : std::sqrt(error / norm);
-}
-
 /// Rows (tokens and heads) with an element off by more than the output's rounding and FP32's noise.
 std::int64_t rows_moved(const Tensor& got, const Tensor& want, double size) {
   const std::int64_t dims = want.shape.back();
@@ -259,7 +240,9 @@ void expect_like_reference(const Case& c, const Recipe& recipe, const std::strin
     const std::vector<test::Output> got = test::outputs(c, recipe, options);
     ASSERT_EQ(got.size(), want.size());
     for (std::size_t i = 0; i < got.size(); ++i) {
-      const double size = want[i].name == "o" ? largest(c.v) : want[i].name == "lse" ? 1 : largest(want[i].tensor);
+      const double size = want[i].name == "o"     ? test::largest(c.v)
+                          : want[i].name == "lse" ? 1
+                                                  : test::largest(want[i].tensor);
       EXPECT_TRUE(test::within(got[i].tensor, want[i].tensor, step * size))
           << want[i].name << " " << recipe.name << " on " << options.engine << ", " << where;
       if (want[i].name == "o" && !floors) {
@@ -268,7 +251,7 @@ void expect_like_reference(const Case& c, const Recipe& recipe, const std::strin
         EXPECT_LE(rows_moved(got[i].tensor, want[i].tensor, size), 3 + rows * 3 / 200)
             << recipe.name << " on " << options.engine << ", " << where;
       }
-      EXPECT_LE(relative_l2(got[i].tensor, want[i].tensor), floors ? 5e-2 : 4e-3)
+      EXPECT_LE(test::relative_l2(got[i].tensor, want[i].tensor), floors ? 5e-2 : 4e-3)
           << want[i].name << " " << recipe.name << " on " << options.engine << ", " << where;
     }
   }
@@ -413,10 +396,11 @@ TEST(Cpu, ARealLayer) {
 
 TEST(Cpu, TheEngineNamedCpuIsTheBestHere) {
   const Recipe recipe = test::recipe_named("mxfp8");
-  const Result<const Engine*> any = select_engine("cpu", recipe);
+  const Result<const Engine*> any = test::select("cpu", recipe);
   ASSERT_TRUE(any.ok());
   EXPECT_EQ((*any)->name(), fmt::format("cpu:{}", sets_here().front().name));
-  EXPECT_EQ(*select_engine("auto", recipe), *any);
+  // Nothing better has a backward.
+  EXPECT_EQ(*test::select("auto", recipe, Pass::backward), *any);
   EXPECT_EQ(sets_here().back().name, "scalar");
 }
 
@@ -434,8 +418,8 @@ TEST(Cpu, NeonIsThereWhereTheKernelReportsAes) {
 TEST(Cpu, SaysWhatItDoesNotRun) {
   Recipe f16 = test::recipe_named("mxfp8");
   f16.dq_accumulation = DqAccumulation::f16_causal;
-  EXPECT_TRUE(test::refused_with(select_engine("cpu:scalar", f16), {"dq_accumulation", "f32"}));
-  EXPECT_EQ((*select_engine("auto", f16))->name(), "reference");
+  EXPECT_TRUE(test::refused_with(test::select("cpu:scalar", f16), {"dq_accumulation", "f32"}));
+  EXPECT_EQ((*test::select("auto", f16, Pass::backward))->name(), "reference");
   Recipe f32 = test::recipe_named("mxattention");
   f32.o.cut = WeightPair{};
   for (const cpu::InstructionSet& set : sets_here()) {

@@ -1,16 +1,75 @@
-// The CUDA engine where there is none: it says why.
-#include "mxflash/cuda.hpp"
+// The CUDA engine in the list of engines, and what it says where it cannot run. These run without a device too.
+#include <nlohmann/json.hpp>
 
-#include "unit/support.hpp"
+#include "unit/cuda_support.hpp"
 
 namespace mxflash {
 namespace {
 
-TEST(Cuda, SaysWhatIsMissing) {
-  const Status status = cuda::available();
-  if (status.ok()) GTEST_SKIP() << "there is a device";
-  EXPECT_TRUE(test::refused_with(status, {"cuda: "}));
-  EXPECT_EQ(status.error().kind, ErrorKind::unsupported);
+using test::Case;
+
+Case small_case() { return test::random_case(test::pack_self({5, 9}), {2, 1, 64, 64}, DType::bf16, 3); }
+
+TEST(CudaEngine, IsTheFirstOfTheList) {
+  ASSERT_FALSE(engines().empty());
+  EXPECT_EQ(engines().front()->name(), "cuda");
+  EXPECT_EQ(engines().front()->available().ok(), cuda::available().ok());
+}
+
+TEST(CudaEngine, WithoutADeviceSaysWhatIsMissing) {
+  const Status available = cuda::available();
+  if (available.ok()) GTEST_SKIP() << "there is a device";
+  EXPECT_TRUE(test::refused_with(available, {"cuda: "}));
+  EXPECT_EQ(available.error().kind, ErrorKind::unsupported);
+  const Recipe recipe = test::recipe_named("mxfp8");
+  const Result<const Engine*> selected = test::select("cuda", recipe);
+  EXPECT_TRUE(test::refused_with(selected, {"engine: cuda cannot run recipe mxfp8 here", available.error().message}));
+  EXPECT_EQ(selected.error().kind, ErrorKind::unsupported);
+  const Case c = small_case();
+  EXPECT_TRUE(test::refused_with(attention_forward(c.problem, recipe, c.inputs(), test::on_engine("cuda")),
+                                 {"engine: cuda", available.error().message}));
+  // What was asked for by name is never another engine; what was not is one that runs.
+  EXPECT_NE((*test::select("auto", recipe))->name(), "cuda");
+  EXPECT_TRUE(attention_forward(c.problem, recipe, c.inputs(), test::on_engine("auto")).ok());
+}
+
+TEST(CudaEngine, HasNoBackwardYet) {
+  const Recipe recipe = test::recipe_named("mxfp8");
+  const Engine& engine = *engines().front();
+  EXPECT_TRUE(test::refused_with(engine.supports(recipe, Pass::backward, {}), {"cuda has no backward yet"}));
+  EXPECT_NE((*test::select("auto", recipe, Pass::backward))->name(), "cuda");
+  const Case c = small_case();
+  const Result<BackwardResult> direct = engine.backward(c.problem, recipe, c.inputs(), {});
+  EXPECT_TRUE(test::refused_with(direct, {"cuda has no backward yet"}));
+  if (!cuda::available().ok()) return;
+  const Result<BackwardResult> named = attention_backward(c.problem, recipe, c.inputs(), test::on_engine("cuda"));
+  EXPECT_TRUE(test::refused_with(named, {"engine: cuda cannot run the backward of recipe mxfp8", "no backward yet"}));
+  EXPECT_EQ(named.error().kind, ErrorKind::unsupported);
+}
+
+TEST(CudaEngine, CountsNoStatistics) {
+  Options options;
+  options.statistics = true;
+  const Recipe recipe = test::recipe_named("mxfp8");
+  EXPECT_TRUE(test::refused_with(engines().front()->supports(recipe, Pass::forward, options), {"statistics", "cuda"}));
+  EXPECT_NE((*select_engine(options, recipe, Pass::forward))->name(), "cuda");
+}
+
+TEST(CudaEngine, ListsWhatItRuns) {
+  const auto list = nlohmann::json::parse(engines_json());
+  ASSERT_EQ(list.size(), engines().size());
+  const auto& cuda = list.front();
+  EXPECT_EQ(cuda.at("name"), "cuda");
+  const Status available = cuda::available();
+  EXPECT_EQ(cuda.at("available"), available.ok());
+  EXPECT_EQ(cuda.at("reason").is_null(), available.ok());
+  ASSERT_EQ(cuda.at("recipes").size(), recipes().size());
+  for (const auto& entry : cuda.at("recipes")) {
+    const Recipe recipe = test::recipe_named(entry.at("name").get<std::string>());
+    EXPECT_EQ(entry.at("runs"), available.ok() && cuda::supports(recipe).ok()) << recipe.name;
+    EXPECT_FALSE(entry.at("backward").at("runs").get<bool>()) << recipe.name;
+    EXPECT_FALSE(entry.at("backward").at("reason").get<std::string>().empty()) << recipe.name;
+  }
 }
 
 }  // namespace

@@ -216,6 +216,27 @@ inline testing::AssertionResult within(const Tensor& got, const Tensor& want, do
   return within(got, want, [bound](std::int64_t) { return bound; });
 }
 
+/// The largest finite magnitude.
+inline double largest(const Tensor& tensor) {
+  double value = 0;
+  for (std::int64_t i = 0; i < tensor.elements(); ++i) {
+    if (std::isfinite(tensor.at(i))) value = std::max(value, std::fabs(static_cast<double>(tensor.at(i))));
+  }
+  return value;
+}
+
+/// ||got - want|| / ||want|| over the elements whose `want` is finite; ||got - want|| where all of those are zero.
+inline double relative_l2(const Tensor& got, const Tensor& want) {
+  double error = 0;
+  double norm = 0;
+  for (std::int64_t i = 0; i < got.elements(); ++i) {
+    if (!std::isfinite(want.at(i))) continue;
+    error += std::pow(static_cast<double>(got.at(i)) - static_cast<double>(want.at(i)), 2);
+    norm += std::pow(static_cast<double>(want.at(i)), 2);
+  }
+  return norm == 0 ? std::sqrt(error) : std::sqrt(error / norm);
+}
+
 /// Whether an error's message holds every word.
 template <class T>
 testing::AssertionResult refused_with(const T& result, const std::vector<std::string>& words) {

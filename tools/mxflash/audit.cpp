@@ -3,14 +3,15 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <vector>
 
 #include "arguments.hpp"
 #include "capture.hpp"
-#include "mxflash/engine.hpp"
 #include "output.hpp"
+#include "selection.hpp"
 #include "verbs.hpp"
 
 namespace mxflash::tool {
@@ -34,9 +35,14 @@ struct Skipped {
   Error error;
 };
 
+struct Audited {
+  AuditReport report;
+  Selection engines;
+};
+
 struct Audit {
-  std::string engine;
-  std::vector<AuditReport> reports;
+  std::string engine;  ///< Of every forward; where they differ, the name that was asked for.
+  std::vector<Audited> reports;
   std::vector<Skipped> skipped;  ///< Of `all`: recipes that refuse this file or this engine.
 };
 
@@ -58,32 +64,41 @@ Progress share_of(const Progress& bar, std::size_t index, std::size_t count) {
   return [bar, index, count](double share) { bar((static_cast<double>(index) + share) / static_cast<double>(count)); };
 }
 
-Result<AuditReport> audit_one(const Recipe& recipe, const Capture& capture, const AuditOptions& probes,
-                              const Options& options) {
-  const Result<const Engine*> engine = select_engine(options.engine, recipe);
-  if (!engine) return engine.error();
-  return audit_recipe(recipe, capture.problem, capture.inputs, probes, options);
+Result<Audited> audit_one(const Recipe& recipe, const Capture& capture, const AuditOptions& probes,
+                          const Options& options) {
+  const bool backward = capture.inputs.dout && validate_backward(recipe).ok();
+  const Result<Selection> engines = select_engines(options, recipe, backward);
+  if (!engines) return engines.error();
+  Result<AuditReport> report = audit_recipe(recipe, capture.problem, capture.inputs, probes, options);
+  if (!report) return report.error();
+  return Audited{*std::move(report), *engines};
+}
+
+std::string common_engine(const std::vector<Audited>& reports, const std::string& asked) {
+  const std::string& first = reports.front().engines.forward;
+  const auto same = [&](const Audited& audited) { return audited.engines.forward == first; };
+  return std::ranges::all_of(reports, same) ? first : asked;
 }
 
 Result<Audit> audit_all(const AuditArguments& arguments, const std::vector<Recipe>& chosen, const Capture& capture,
                         const Options& options) {
   const Result<std::int64_t> probes = parse_integer("--probes", arguments.probes, {1, kMostProbes});
   if (!probes) return probes.error();
-  Audit audit{options.engine, {}, {}};
+  Audit audit;
   const Progress bar = progress_bar("audit");
   for (std::size_t i = 0; i < chosen.size(); ++i) {
     const AuditOptions audit_options{static_cast<int>(*probes), options.seed, share_of(bar, i, chosen.size())};
-    Result<AuditReport> report = audit_one(chosen[i], capture, audit_options, options);
+    Result<Audited> report = audit_one(chosen[i], capture, audit_options, options);
     if (!report && arguments.recipes != "all") return report.error();
     if (!report) {
       audit.skipped.push_back({chosen[i].name, report.error()});
       continue;
     }
-    if (const Result<const Engine*> engine = select_engine(options.engine, chosen[i])) audit.engine = (*engine)->name();
     audit.reports.push_back(*std::move(report));
   }
   // Where every recipe refuses, the file or the engine is at fault.
   if (audit.reports.empty()) return audit.skipped.front().error;
+  audit.engine = common_engine(audit.reports, options.engine);
   return audit;
 }
 
@@ -113,12 +128,14 @@ void append_examples(Json& examples, const LeakSummary& summary, const char* kin
   }
 }
 
-Json report_json(const AuditReport& report) {
+Json report_json(const Audited& audited) {
+  const AuditReport& report = audited.report;
   Json examples = Json::array();
   append_examples(examples, report.forward, "forward");
   append_examples(examples, report.backward, "backward");
   append_examples(examples, report.documents, "documents");
   return {{"name", report.name},
+          {"engine", selection_json(audited.engines)},
           {"claims", {{"forward", to_string(report.claims.forward)}, {"backward", to_string(report.claims.backward)}}},
           {"has_backward", report.has_backward},
           {"forward", summary_json(report.forward)},
@@ -141,7 +158,7 @@ Json audit_json(const AuditArguments& arguments, const Audit& audit, const Captu
                  {"reason", capture.inputs.dout ? Json() : Json("the input has no tensor do")}}},
                {"recipes", Json::array()},
                {"skipped", Json::array()}};
-  for (const AuditReport& report : audit.reports) json["recipes"].push_back(report_json(report));
+  for (const Audited& audited : audit.reports) json["recipes"].push_back(report_json(audited));
   for (const auto& [name, error] : audit.skipped)
     json["skipped"].push_back({{"name", name}, {"reason", error.message}});
   return json;
@@ -159,7 +176,7 @@ void print_audit(const AuditArguments& arguments, const Audit& audit, const Capt
   Table table{{"recipe", "claim", "", "leaks", "", "change", "", "reach", "", "documents", "verdict"},
               {},
               {true, true, true, false, false, false, false, false, false, false, true}};
-  for (const AuditReport& report : audit.reports) {
+  for (const auto& [report, engines] : audit.reports) {
     const bool backward = report.has_backward;
     table.rows.push_back({report.name, to_string(report.claims.forward),
                           backward ? to_string(report.claims.backward) : "-", leaks_text(report.forward, true),
@@ -189,8 +206,8 @@ Result<Outcome> audit_verb(const AuditArguments& arguments) {
   const Status status = write_json(arguments.json, audit_json(arguments, *audit, *capture));
   if (!status) return status.error();
   if (wants_table(arguments.json)) print_audit(arguments, *audit, *capture);
-  for (const AuditReport& report : audit->reports) {
-    if (!report.holds) return Outcome::check_failed;
+  for (const Audited& audited : audit->reports) {
+    if (!audited.report.holds) return Outcome::check_failed;
   }
   return Outcome::done;
 }

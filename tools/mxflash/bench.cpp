@@ -14,9 +14,9 @@
 
 #include "accuracy.hpp"
 #include "arguments.hpp"
-#include "mxflash/engine.hpp"
 #include "output.hpp"
 #include "random_tensor.hpp"
+#include "selection.hpp"
 #include "threading/parallel.hpp"
 #include "verbs.hpp"
 #include "workloads.hpp"
@@ -92,7 +92,7 @@ struct Coverage {
 struct Measurement {
   std::string workload;
   std::string recipe;
-  std::string engine;
+  Selection engines;
   std::vector<std::int64_t> offsets;
   std::int64_t pairs = 0;
   std::optional<Accuracy> o, dq, dk, dv;
@@ -373,19 +373,19 @@ Status time_answer(const Plan& plan, const Recipe& recipe, const Data& data, Mea
 }
 
 Result<Measurement> measure_one(const Plan& plan, const Workload& workload, const Recipe& recipe) {
-  const Result<const Engine*> engine = select_engine(plan.options.engine, recipe);
-  if (!engine) return engine.error();
+  Measurement result;
+  if (plan.forward_only) result.no_backward = "--forward-only was given";
+  if (const Status backward = validate_backward(recipe); !backward) result.no_backward = backward.error().message;
+  const Result<Selection> engines = select_engines(plan.options, recipe, result.no_backward.empty());
+  if (!engines) return engines.error();
+  result.engines = *engines;
   const Result<std::unique_ptr<Data>> data = make_data(plan, workload);
   if (!data) return data.error();
-  Measurement result;
   result.workload = workload.name;
   result.recipe = recipe.name;
-  result.engine = (*engine)->name();
   result.pairs = (*data)->pairs;
   result.offsets = {0};
   for (const std::int64_t length : workload.lengths) result.offsets.push_back(result.offsets.back() + length);
-  if (plan.forward_only) result.no_backward = "--forward-only was given";
-  if (const Status backward = validate_backward(recipe); !backward) result.no_backward = backward.error().message;
   if (plan.check) {
     if (const Status status = check_answer(plan, recipe, **data, result); !status) return status.error();
     // A wrong answer has no speed.
@@ -434,7 +434,7 @@ Json check_json(const Measurement& result) {
 Json measurement_json(const Plan& plan, const Measurement& result) {
   return {{"workload", result.workload},
           {"recipe", result.recipe},
-          {"engine", {{"name", result.engine}}},
+          {"engine", selection_json(result.engines)},
           {"problem",
            {{"tokens", result.offsets.back()},
             {"documents", result.offsets.size() - 1},
@@ -529,9 +529,9 @@ void print_bench(const Plan& plan, const std::vector<Measurement>& results) {
       {true, true, true, true, true, false, false, false, false}};
   for (const Measurement& result : results) {
     const Samples backward = result.backward.value_or(Samples{});
-    table.rows.push_back({result.workload, lengths_text(result), result.recipe, result.engine, answer_text(result),
-                          time_text(result.forward), rate_text(result.forward), time_text(backward),
-                          rate_text(backward)});
+    table.rows.push_back({result.workload, lengths_text(result), result.recipe, describe(result.engines),
+                          answer_text(result), time_text(result.forward), rate_text(result.forward),
+                          time_text(backward), rate_text(backward)});
   }
   print(table);
 }

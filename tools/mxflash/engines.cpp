@@ -19,50 +19,35 @@ struct EnginesArguments {
   std::string json;
 };
 
-Json reason_of(const Status& status) { return status ? Json() : Json(status.error().message); }
-
-Json engines_json() {
-  Json json = Json::array();
-  for (const Engine* engine : engines()) {
-    const Status available = engine->available();
-    Json runs = Json::array();
-    for (const Recipe& recipe : recipes()) {
-      const Status supported = available ? engine->supports(recipe) : available;
-      runs.push_back({{"name", recipe.name}, {"runs", supported.ok()}, {"reason", reason_of(supported)}});
-    }
-    json.push_back({{"name", engine->name()},
-                    {"description", engine->description()},
-                    {"available", available.ok()},
-                    {"reason", reason_of(available)},
-                    {"recipes", runs}});
+void print_engine(const Engine& engine) {
+  print_line(fmt::format("{}: {}", engine.name(), engine.description()));
+  if (const Status available = engine.available(); !available) {
+    print_line(fmt::format("  available: no, {}", available.error().message));
+    return;
   }
-  return json;
-}
-
-void print_engines() {
-  for (const Engine* engine : engines()) {
-    const Status available = engine->available();
-    print_line(fmt::format("{}: {}", engine->name(), engine->description()));
-    print_line(available ? "  available: yes" : fmt::format("  available: no, {}", available.error().message));
-    std::vector<std::string> runs;
-    for (const Recipe& recipe : recipes()) {
-      const Status supported = engine->supports(recipe);
-      if (supported) {
-        runs.push_back(recipe.name);
-      } else {
-        print_line(fmt::format("  not {}: {}", recipe.name, supported.error().message));
-      }
+  print_line("  available: yes");
+  std::vector<std::string> runs;
+  for (const Recipe& recipe : recipes()) {
+    if (const Status forward = engine.supports(recipe, Pass::forward, {}); !forward) {
+      print_line(fmt::format("  not {}: {}", recipe.name, forward.error().message));
+      continue;
     }
-    print_line(fmt::format("  runs: {}", runs.empty() ? "none" : fmt::format("{}", fmt::join(runs, ", "))));
+    runs.push_back(recipe.name);
+    const Status backward = engine.supports(recipe, Pass::backward, {});
+    if (validate_backward(recipe) && !backward) {
+      print_line(fmt::format("  not the backward of {}: {}", recipe.name, backward.error().message));
+    }
   }
+  print_line(fmt::format("  runs: {}", runs.empty() ? "none" : fmt::format("{}", fmt::join(runs, ", "))));
 }
 
 Result<Outcome> engines_verb(const EnginesArguments& arguments) {
   if (const Status status = check_json_output(arguments.json, {}); !status) return status.error();
   if (!arguments.json.empty()) {
-    if (const Status status = write_json(arguments.json, engines_json()); !status) return status.error();
+    if (const Status status = write_json(arguments.json, Json::parse(engines_json())); !status) return status.error();
   }
-  if (wants_table(arguments.json)) print_engines();
+  if (!wants_table(arguments.json)) return Outcome::done;
+  for (const Engine* engine : engines()) print_engine(*engine);
   return Outcome::done;
 }
 

@@ -71,9 +71,7 @@ int run_action(const Action& action) {
   try {
     const Result<Outcome> outcome = action();
     if (!outcome) {
-      const ErrorKind kind = outcome.error().kind;
-      const bool cannot = kind == ErrorKind::unsupported || kind == ErrorKind::device;
-      return fail(cannot ? kCannotRun : kBadInput, outcome.error().message);
+      return fail(outcome.error().kind == ErrorKind::unsupported ? kCannotRun : kBadInput, outcome.error().message);
     }
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
       return fail(kBadInput, "standard output: cannot be written, a pipe or a file with room allowed");

@@ -11,6 +11,7 @@
 #include "capture.hpp"
 #include "mxflash/engine.hpp"
 #include "output.hpp"
+#include "selection.hpp"
 #include "verbs.hpp"
 
 namespace mxflash::tool {
@@ -48,12 +49,13 @@ struct NamedAccuracy {
 struct Run {
   Recipe recipe;
   Options options;
-  std::string engine;
+  Selection engines;
   Capture capture;
   std::optional<ForwardResult> forward;
   std::optional<BackwardResult> backward;
   std::string no_backward;  ///< Why there is none.
   std::vector<NamedAccuracy> accuracy;
+  std::string counted_by;  ///< The engine that counted the weights.
 };
 
 constexpr std::array kOutputs = {"o", "dq", "dk", "dv"};
@@ -109,13 +111,15 @@ Result<Run> prepare(const RunArguments& arguments) {
   Result<Recipe> recipe = choose_recipe(arguments);
   if (!recipe) return recipe.error();
   if (const Status status = check_outputs(arguments); !status) return status.error();
-  const Result<const Engine*> engine = select_engine(options->engine, *recipe);
-  if (!engine) return engine.error();
+  if (const Result<Selection> engines = select_engines(*options, *recipe, false); !engines) return engines.error();
   Result<Capture> capture = load_capture(arguments.input, arguments.mask);
   if (!capture) return capture.error();
-  Run run{*std::move(recipe), *std::move(options), std::string((*engine)->name()), *std::move(capture), {}, {}, {}, {}};
+  Run run{*std::move(recipe), *std::move(options), {}, *std::move(capture), {}, {}, {}, {}, {}};
   run.no_backward = reason_without_backward(arguments, run);
   if (!run.no_backward.empty()) run.capture.inputs.dout.reset();
+  const Result<Selection> engines = select_engines(run.options, run.recipe, run.no_backward.empty());
+  if (!engines) return engines.error();
+  run.engines = *engines;
   return run;
 }
 
@@ -139,11 +143,19 @@ Status compute(Run& run) {
   return {};
 }
 
-/// What quantization did to the weights; counting takes time, so not in the run that was timed.
+/// What quantization did to the weights; counting takes time, so not in the run that was timed. Where its engine does
+/// not count, the best that does: the weights are those of the contract whoever makes them.
 Status count(Run& run) {
   const Capture& capture = run.capture;
   Options options = with_bar(run, "statistics");
   options.statistics = true;
+  Result<const Engine*> counter = select_engine(options, run.recipe, Pass::forward);
+  if (!counter) {
+    options.engine = "auto";
+    counter = select_engine(options, run.recipe, Pass::forward);
+  }
+  if (!counter) return counter.error();
+  run.counted_by = options.engine = (*counter)->name();
   Result<ForwardResult> forward = attention_forward(capture.problem, run.recipe, capture.inputs, options);
   if (!forward) return forward.error();
   run.forward->statistics = std::move(forward->statistics);
@@ -201,7 +213,7 @@ Json time_json(const Run& run) {
 Json run_json(const RunArguments& arguments, const Run& run) {
   Json json = {{"version", MXFLASH_VERSION},
                {"input", arguments.input},
-               {"engine", {{"name", run.engine}}},
+               {"engine", selection_json(run.engines)},
                {"recipe", run.recipe.name},
                {"seed", run.options.seed},
                {"problem", problem_json(run.capture)},
@@ -211,6 +223,7 @@ Json run_json(const RunArguments& arguments, const Run& run) {
   if (run.accuracy.empty()) return json;
   for (const NamedAccuracy& entry : run.accuracy) json["accuracy"][entry.output] = accuracy_json(entry.accuracy);
   const WeightStatistics& weights = run.forward->statistics;
+  json["counted_by"] = run.counted_by;
   json["row_sum"] = {{"effective_mean", weights.row_sum_mean}, {"effective_min", weights.row_sum_min}};
   json["flushed"] = {{"p", weights.flushed_p}, {"ds", nullptr}};
   json["octaves"] = {{"p", octaves_json(weights.p)}, {"ds", Json::array()}};
@@ -230,7 +243,7 @@ std::string worst_text(const Accuracy& accuracy) {
 
 void print_run(const RunArguments& arguments, const Run& run) {
   print_line(fmt::format("{}: {}", arguments.input, describe(run.capture)));
-  print_line(fmt::format("recipe {} on engine {}", run.recipe.name, run.engine));
+  print_line(fmt::format("recipe {} on engine {}", run.recipe.name, describe(run.engines)));
   const Json time = time_json(run);
   const std::string backward = run.backward ? fmt::format("{:.1f} ms", run.backward->timing.compute_ms)
                                             : fmt::format("none ({})", run.no_backward);
@@ -238,6 +251,7 @@ void print_run(const RunArguments& arguments, const Run& run) {
                          time["forward"].get<double>(), backward));
   if (run.accuracy.empty()) return;
   const WeightStatistics& weights = run.forward->statistics;
+  if (run.counted_by != run.engines.forward) print_line(fmt::format("weights counted by {}", run.counted_by));
   print_line(fmt::format("row sum: mean {:.6f}, least {:.6f}", weights.row_sum_mean, weights.row_sum_min));
   print_line(fmt::format("flushed to zero: p {:.4f} %, ds {}", 100 * weights.flushed_p,
                          run.backward ? fmt::format("{:.4f} %", 100 * run.backward->statistics.flushed_ds) : "-"));
@@ -262,7 +276,7 @@ Status write_tensors(const RunArguments& arguments, const Run& run) {
     file.tensors["dv"] = run.backward->dv;
   }
   file.metadata = {{"recipe", run.recipe.name},
-                   {"engine", run.engine},
+                   {"engine", run.engines.forward},
                    {"seed", fmt::format("{}", run.options.seed)},
                    {"causal", run.capture.causal ? "true" : "false"},
                    {"mxflash", MXFLASH_VERSION}};

@@ -1,0 +1,274 @@
+// What the tests of the CUDA engine share: a fixture that skips where there is no device, the comparison with the
+// reference, and calls on device memory that is guarded on both sides.
+#pragma once
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/memory.hpp"
+#include "mxflash/cuda.hpp"
+#include "unit/attention_support.hpp"
+
+namespace mxflash::test {
+
+/// Says why where there is no device.
+class OnDevice : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (const Status status = cuda::available(); !status.ok()) GTEST_SKIP() << status.error().message;
+  }
+};
+
+/// What the engine claims to run, the default among it.
+inline std::vector<Recipe> device_recipes() {
+  std::vector<Recipe> all;
+  for (const Recipe& recipe : recipes()) {
+    if (cuda::supports(recipe).ok()) all.push_back(recipe);
+  }
+  EXPECT_TRUE(std::ranges::any_of(all, [](const Recipe& recipe) { return recipe.name == "mxfp8"; }));
+  return all;
+}
+
+/// A Hadamard transform needs a power of two.
+inline bool runs_at(const Recipe& recipe, std::int64_t head_dim) {
+  return recipe.hadamard != Hadamard::required || std::has_single_bit(static_cast<std::uint64_t>(head_dim));
+}
+
+inline Options on_engine(std::string_view name) {
+  Options options;
+  options.engine = name;
+  return options;
+}
+
+inline ForwardResult device_forward(const Case& c, const Recipe& recipe) {
+  return forward(c, recipe, on_engine("cuda"));
+}
+
+/// The largest finite |V| among the keys that a row sees, for rows in the order of lse.
+inline std::vector<double> largest_visible_v(const Case& c) {
+  const std::int64_t heads = c.q.shape[1];
+  const std::int64_t kv_heads = c.v.shape[1];
+  const std::int64_t dims = c.v.shape[2];
+  std::vector<double> by_key;
+  for (std::int64_t row = 0; row < c.v.shape[0] * kv_heads; ++row) {
+    double value = 0;
+    for (std::int64_t i = row * dims; i < (row + 1) * dims; ++i) {
+      if (std::isfinite(c.v.at(i))) value = std::max(value, std::fabs(static_cast<double>(c.v.at(i))));
+    }
+    by_key.push_back(value);
+  }
+  std::vector<double> by_row(static_cast<std::size_t>(c.q.shape[0] * heads));
+  for (const Document& document : c.problem.packing.documents()) {
+    for (std::int64_t query = 0; query < document.q_length; ++query) {
+      const KeyRange range = visible_keys(document, c.problem.mask, query);
+      for (std::int64_t head = 0; head < heads; ++head) {
+        double& value = by_row[static_cast<std::size_t>((document.q_begin + query) * heads + head)];
+        for (std::int64_t key = range.begin; key < range.end; ++key) {
+          const std::int64_t row = (document.k_begin + key) * kv_heads + head / (heads / kv_heads);
+          value = std::max(value, by_key[static_cast<std::size_t>(row)]);
+        }
+      }
+    }
+  }
+  return by_row;
+}
+
+/// A product of FP8 on Hopper adds 32 products to its accumulator with about 13 fraction bits of the largest of them.
+/// That moves a weight by up to e = 2^-10 of itself: one in 64 crosses a tie of E4M3's 3 mantissa bits (numerics.md,
+/// section 6). A crossed tie moves its row by a step of its weight, 2^-4 of the largest |V| that the row sees, if all
+/// of the row is that weight and another. Over a tensor most rows have many weights that move independently, each by
+/// its share: below 1e-2 in relative L2. LSE is off by the weights' e and by the steps of the sum of codes, 2^-4 of a
+/// weight that is at most a quarter when it matters: 2e-2.
+inline void expect_outputs_like(const ForwardResult& got, const ForwardResult& want, const Case& c,
+                                const std::string& where) {
+  const std::vector<double> size = largest_visible_v(c);
+  const std::int64_t dims = c.v.shape[2];
+  const auto bound = [&](std::int64_t i) { return 0x1p-4 * size[static_cast<std::size_t>(i / dims)]; };
+  EXPECT_EQ(got.o.dtype, want.o.dtype) << where;
+  EXPECT_TRUE(within(got.o, want.o, bound)) << "o " << where;
+  EXPECT_LE(relative_l2(got.o, want.o), 1e-2) << "o " << where;
+  EXPECT_TRUE(within(got.lse, want.lse, 2e-2)) << "lse " << where;
+}
+
+inline void expect_like_reference(const Case& c, const Recipe& recipe, const std::string& where) {
+  expect_outputs_like(device_forward(c, recipe), forward(c, recipe, on_engine("reference")), c,
+                      fmt::format("of {}, {}", recipe.name, where));
+}
+
+inline void expect_same_outputs(const ForwardResult& got, const ForwardResult& want, const std::string& where) {
+  EXPECT_TRUE(same_bits(got.o, want.o)) << "o " << where;
+  EXPECT_TRUE(same_bits(got.lse, want.lse)) << "lse " << where;
+}
+
+/// Rows [begin, end) of both outputs.
+inline ForwardResult rows_of(const ForwardResult& whole, std::int64_t begin, std::int64_t end) {
+  ForwardResult part;
+  part.o = rows_of(whole.o, begin, end);
+  part.lse = rows_of(whole.lse, begin, end);
+  return part;
+}
+
+// ---- Calls on device memory ----
+
+inline constexpr std::size_t kGuard = 4096;
+inline constexpr std::size_t kAlignment = 1024;
+
+/// Device memory of one byte's value throughout, `bytes` of it in use from a 1,024-byte boundary on.
+class Guarded {
+ public:
+  Guarded(std::size_t bytes, std::uint8_t fill) : bytes_(bytes), fill_(std::byte{fill}) {
+    const std::vector<std::byte> all(bytes + 2 * kGuard + kAlignment, fill_);
+    Result<cuda::DeviceMemory> memory = cuda::upload(all, "a test");
+    EXPECT_TRUE(memory.ok()) << (memory.ok() ? "" : memory.error().message);
+    if (!memory.ok()) return;
+    memory_ = *std::move(memory);
+    const auto address = reinterpret_cast<std::uintptr_t>(memory_.get());
+    front_ = kGuard + (kAlignment - (address + kGuard) % kAlignment) % kAlignment;
+    total_ = all.size();
+  }
+
+  [[nodiscard]] std::byte* data() const { return memory_.get() + front_; }
+  [[nodiscard]] std::size_t bytes() const { return bytes_; }
+  /// The bytes in use.
+  [[nodiscard]] Bytes read() const {
+    const Bytes all = read_all();
+    const auto begin = all.begin() + static_cast<std::ptrdiff_t>(front_);
+    return {begin, begin + static_cast<std::ptrdiff_t>(bytes_)};
+  }
+  /// Whether the bytes before and after those in use are what they were.
+  [[nodiscard]] testing::AssertionResult intact() const {
+    const Bytes all = read_all();
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if ((i >= front_ && i < front_ + bytes_) || all[i] == fill_) continue;
+      return testing::AssertionFailure() << "byte " << static_cast<std::int64_t>(i) - static_cast<std::int64_t>(front_)
+                                         << " of " << bytes_ << " was written";
+    }
+    return testing::AssertionSuccess();
+  }
+  /// Whether nothing was written at all.
+  [[nodiscard]] bool untouched() const {
+    return std::ranges::all_of(read_all(), [this](std::byte byte) { return byte == fill_; });
+  }
+
+ private:
+  [[nodiscard]] Bytes read_all() const {
+    Bytes all(total_);
+    const Status status = cuda::download(all, memory_.get(), "a test");
+    EXPECT_TRUE(status.ok()) << (status.ok() ? "" : status.error().message);
+    return all;
+  }
+
+  std::size_t bytes_;
+  std::byte fill_;
+  std::size_t front_ = 0;
+  std::size_t total_ = 0;
+  cuda::DeviceMemory memory_;
+};
+
+/// What a DeviceCase reads: the case's tensors, and offsets that need not be well formed.
+struct Offsets {
+  std::vector<std::int32_t> q;
+  std::vector<std::int32_t> k;
+};
+
+inline Offsets offsets_of(const Packing& packing) {
+  Offsets offsets;
+  for (const Document& document : packing.documents()) {
+    offsets.q.push_back(static_cast<std::int32_t>(document.q_begin));
+    offsets.k.push_back(static_cast<std::int32_t>(document.k_begin));
+  }
+  offsets.q.push_back(static_cast<std::int32_t>(packing.tokens_q()));
+  offsets.k.push_back(static_cast<std::int32_t>(packing.tokens_k()));
+  return offsets;
+}
+
+/// One call through the interface on device pointers, every buffer of which is guarded; outputs and workspace hold
+/// `fill` before it.
+class DeviceCase {
+ public:
+  DeviceCase(const Case& c, const Offsets& offsets, std::uint8_t fill = 0xA5)
+      : q_(uploaded(c.q.data)),
+        k_(uploaded(c.k.data)),
+        v_(uploaded(c.v.data)),
+        offsets_q_(uploaded(std::as_bytes(std::span(offsets.q)))),
+        offsets_k_(uploaded(std::as_bytes(std::span(offsets.k)))),
+        result_{Tensor::zeros(c.q.dtype, {c.q.shape[0], c.q.shape[1], c.v.shape[2]}),
+                Tensor::zeros(DType::f32, {c.q.shape[0], c.q.shape[1]}),
+                {},
+                {}},
+        o_(result_.o.data.size(), fill),
+        lse_(result_.lse.data.size(), fill),
+        fill_(fill),
+        call{{reinterpret_cast<const std::int32_t*>(offsets_q_.get()),
+              reinterpret_cast<const std::int32_t*>(offsets_k_.get()), static_cast<std::int64_t>(offsets.q.size()) - 1,
+              c.problem.mask, c.problem.scale},
+             {on_device(c.q, q_), on_device(c.k, k_), on_device(c.v, v_), std::nullopt},
+             {o_.data(), reinterpret_cast<float*>(lse_.data())}} {}
+
+  /// The workspace that `call` asks for; precondition of the others.
+  void reserve(const Recipe& recipe) {
+    const Result<std::size_t> bytes = cuda::workspace_bytes(call, recipe);
+    ASSERT_TRUE(bytes.ok()) << bytes.error().message;
+    workspace_.emplace_back(*bytes, fill_);
+    execution = {workspace_.back().data(), *bytes, nullptr};
+  }
+
+  [[nodiscard]] Status run(const Recipe& recipe) const { return cuda::forward(call, recipe, execution); }
+  [[nodiscard]] Status check() const { return cuda::check(execution); }
+
+  /// What the outputs hold.
+  [[nodiscard]] ForwardResult read() const {
+    ForwardResult result = result_;
+    result.o.data = o_.read();
+    result.lse.data = lse_.read();
+    return result;
+  }
+  void expect_intact(const std::string& where) const {
+    EXPECT_TRUE(o_.intact()) << "o " << where;
+    EXPECT_TRUE(lse_.intact()) << "lse " << where;
+    for (const Guarded& workspace : workspace_) EXPECT_TRUE(workspace.intact()) << "workspace " << where;
+  }
+  [[nodiscard]] bool outputs_untouched() const { return o_.untouched() && lse_.untouched(); }
+  /// Whether device memory still holds the case's tensors.
+  void expect_inputs_kept(const Case& c) const {
+    for (const auto& [memory, tensor] : {std::pair{&q_, &c.q}, {&k_, &c.k}, {&v_, &c.v}}) {
+      Bytes now(tensor->data.size());
+      EXPECT_TRUE(cuda::download(now, memory->get(), "a test").ok());
+      EXPECT_TRUE(now == tensor->data);
+    }
+  }
+
+ private:
+  static cuda::DeviceMemory uploaded(std::span<const std::byte> bytes) {
+    Result<cuda::DeviceMemory> memory = cuda::upload(bytes, "a test");
+    EXPECT_TRUE(memory.ok()) << (memory.ok() ? "" : memory.error().message);
+    return memory.ok() ? *std::move(memory) : cuda::DeviceMemory{};
+  }
+  static TensorView on_device(const Tensor& tensor, const cuda::DeviceMemory& memory) {
+    TensorView of = view(tensor);
+    of.data = memory.get();
+    return of;
+  }
+
+  cuda::DeviceMemory q_, k_, v_, offsets_q_, offsets_k_;
+  ForwardResult result_;
+  Guarded o_, lse_;
+  std::vector<Guarded> workspace_;
+  std::uint8_t fill_;
+
+ public:
+  // Last, because they point into what is above.
+  cuda::ForwardCall call;
+  cuda::Execution execution;
+};
+
+}  // namespace mxflash::test
