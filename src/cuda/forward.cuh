@@ -16,8 +16,9 @@ namespace mxflash::cuda {
 
 inline constexpr int kForwardThreads = 3 * kWarpgroup;
 inline constexpr int kConsumerWarps = 8;
-/// Tiles after which sums move from the tensor cores' accumulators, which keep 13 fraction bits, into FP32.
-inline constexpr int kTilesBetweenSums = 16;
+/// Tiles after which sums move from the tensor cores' accumulators into FP32: those drop the low bits of every product, and
+/// of 2,048 keys that made 1.6 % of O (docs/kernels/sm90-forward.md).
+inline constexpr int kTilesBetweenSums = 4;
 /// Pieces of work between the warp that takes them and those that do them.
 inline constexpr int kWorkStages = 3;
 
@@ -75,7 +76,8 @@ struct Work {
 /// What a thread of the consumers keeps of a row in shared memory, because it is seldom used and registers are short.
 enum class Kept : std::uint8_t {
   most,      ///< Largest exponent of V that the row sees; filled where a tile is irregular.
-  extra,     ///< Of the row sum: what the multipliers do not count.
+  extra,     ///< Of the row sum: what the multipliers do not count, in units of 2^height.
+  height,    ///< An integer, or -inf.
   poisoned,  ///< Not 0: the row sees a poisoned V.
   reach,     ///< Bound of the logits' magnitude.
   total,     ///< Row sum that has been moved out of the accumulators.
@@ -101,7 +103,7 @@ struct ForwardShared {
   Keys keys[Traits::kStages];
   Values values[Traits::kStages];
   Scales scales[Traits::kStages];
-  float sums[2][Traits::kOutputs][kWarpgroup];  // Of the consumers' threads, in FP32.
+  float4 sums[2][Traits::kOutputs / 4][kWarpgroup];  // Of the consumers' threads, in FP32.
   float kept[2][2 * static_cast<int>(Kept::count)][kWarpgroup];
   Range ranges[Traits::kStages];
   Work work[kWorkStages];

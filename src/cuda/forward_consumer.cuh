@@ -41,11 +41,11 @@ class Consumer {
 
   __device__ void run() {
     for (;;) {
-      shared.work_full[slot.stage].wait(slot.phase);
-      const Work& work = shared.work[slot.stage];
+      shared.work_full[slot.stage()].wait(slot.phase());
+      const Work& work = shared.work[slot.stage()];
       const bool last = work.head < 0;
       if (!last) attend(work);
-      release(shared.work_empty[slot.stage]);
+      release(shared.work_empty[slot.stage()]);
       slot.template advance<kWorkStages>();
       if (last) break;
     }
@@ -77,7 +77,7 @@ class Consumer {
     }
     irregular_ = has_irregular(work, work.range);
     if (irregular_) largest_exponents(work);
-    shared.queries_full[queries.stage].wait(queries.phase);
+    shared.queries_full[queries.stage()].wait(queries.phase());
     multiply_scores();
     cute::warpgroup_wait<0>();
     fence(scores);
@@ -106,7 +106,7 @@ class Consumer {
       use_codes();
       --tile;
     }
-    release(shared.queries_empty[queries.stage]);
+    release(shared.queries_empty[queries.stage()]);
     queries.template advance<Traits::kQueryStages>();
     multiply_values(fresh);
     cute::warpgroup_wait<0>();
@@ -116,7 +116,7 @@ class Consumer {
   }
 
   __device__ void release_values() {
-    release(shared.values_empty[values.stage]);
+    release(shared.values_empty[values.stage()]);
     values.template advance<Traits::kStages>();
   }
 
@@ -138,6 +138,7 @@ class Consumer {
       state.limit[r] = -INFINITY;
       state.scale[r] = 1.0F;
       kept(Kept::extra, r) = 0.0F;
+      kept(Kept::height, r) = -INFINITY;
       kept(Kept::poisoned, r) = 0.0F;
       kept(Kept::total, r) = 0.0F;
       kept(Kept::moved, r) = 1.0F;
@@ -188,16 +189,16 @@ class Consumer {
   }
 
   __device__ void multiply_scores() {
-    shared.keys_full[keys.stage].wait(keys.phase);
+    shared.keys_full[keys.stage()].wait(keys.phase());
     fence(scores);
     cute::warpgroup_arrive();
     constexpr int kQueryBytes = 64 * Traits::kRowBytes;
 #pragma unroll
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
       // Not kept for the next tile, where it is the same: registers are shorter than instructions.
-      const std::uint64_t a = descriptor<Traits::kRowBytes>(shared.queries[opaque(queries.stage)].codes +
+      const std::uint64_t a = descriptor<Traits::kRowBytes>(shared.queries[opaque(queries.stage())].codes +
                                                             (2 * chunk + group) * kQueryBytes);
-      const std::uint64_t b = descriptor<Traits::kRowBytes>(shared.keys[keys.stage].codes +
+      const std::uint64_t b = descriptor<Traits::kRowBytes>(shared.keys[keys.stage()].codes +
                                                             chunk * Traits::kKeys * Traits::kRowBytes);
 #pragma unroll
       for (int step = 0; step < Traits::kRowBytes / 32; ++step) {
@@ -206,15 +207,15 @@ class Consumer {
       }
     }
     cute::warpgroup_commit_batch();
-    coming = load(shared.scales[keys.stage].keys, 0);
+    coming = load(shared.scales[keys.stage()].keys, 0);
   }
 
   __device__ void multiply_values(ScaleOut first) {
-    shared.values_full[values.stage].wait(values.phase);
+    shared.values_full[values.stage()].wait(values.phase());
     fence(sums);
     fence(codes);
     cute::warpgroup_arrive();
-    const std::uint64_t b = descriptor<Traits::kKeys>(shared.values[values.stage].codes);
+    const std::uint64_t b = descriptor<Traits::kKeys>(shared.values[values.stage()].codes);
 #pragma unroll
     for (int step = 0; step < Traits::kKeys / 32; ++step) {
       multiply<typename Traits::PvAtom>(codes + 4 * step, b + 2 * step, sums, step == 0 ? first : ScaleOut::One);
@@ -229,20 +230,18 @@ class Consumer {
 
   /// Scores to weights and codes; then the tile's keys are done with.
   __device__ void weigh(const Work& work, std::int32_t tile) {
-    const KeyScale* key_scale = shared.scales[keys.stage].keys;
+    const KeyScale* key_scale = shared.scales[keys.stage()].keys;
     const std::int32_t first = tile * Traits::kKeys;
     raised_ = false;
-    const bool apart = irregular_ && has_irregular(work, shared.ranges[keys.stage]);
+    const bool apart = irregular_ && has_irregular(work, shared.ranges[keys.stage()]);
     if (apart || (far_ && may_leave())) {
-      weigh_held(key_scale, first);
-      if (apart) count_apart(work, key_scale, first);
-      encode();
+      weigh_held(work, key_scale, first, apart);
     } else if (first < whole_begin_ || first + Traits::kKeys > whole_end_) {
       weigh_plain<Cut>(key_scale, first);
     } else {
       weigh_plain<Whole>(key_scale, first);
     }
-    release(shared.keys_empty[keys.stage]);
+    release(shared.keys_empty[keys.stage()]);
     keys.template advance<Traits::kStages>();
   }
 
@@ -311,22 +310,33 @@ class Consumer {
     for (int j = 0; j < kPart; ++j) scores[quarter * kPart + j] = exp2_fast(logit[quarter % 2][j]);
   }
 
-  /// The same, one thing after the other, where logits may leave FP32 or values may be poisoned.
-  __device__ void weigh_held(const KeyScale* key_scale, std::int32_t first) {
+  /// The same, one thing after the other, where logits may leave FP32 or keys must be counted apart. A row that another
+  /// one brought here has the bits of weigh_plain: the same operations wherever those would do.
+  __device__ void weigh_held(const Work& work, const KeyScale* key_scale, std::int32_t first, bool apart) {
+    constexpr float kFar = 1e30F;
+    constexpr float kNear = 118.0F;  // No logit that weigh_plain takes is further from its base, or else its weight is 0.
     float most[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 0; i < Traits::kScores; ++i) {
       const int r = row_of(i);
       const KeyScale key = key_scale[key_of(i)];
       const float exponent = fmaxf(key.value_exponent, static_cast<float>(-kE8m0Bias));
-      const float x = held(fmaf(scores[i], state.factor[r] * key.factor, exponent), 1e38F) - state.base[r];
+      const float factor = state.factor[r] * key.factor;
+      const float logit = fmaf(scores[i], factor, exponent);
+      const float x = fabsf(logit) > kFar ? held(logit, 1e38F) - state.base[r]
+                                          : fmaf(scores[i], factor, exponent - state.base[r]);
       scores[i] = state.sees(r, first + key_of(i)) ? x : -INFINITY;
       most[r] = fmaxf(most[r], scores[i]);
     }
     float step[2];
     raise(most, step);
+    if (apart) count_apart(work, key_scale, first, step);
 #pragma unroll
-    for (int i = 0; i < Traits::kScores; ++i) scores[i] = exp2_fast(scores[i] - step[row_of(i)]);
+    for (int i = 0; i < Traits::kScores; ++i) {
+      const float by = step[row_of(i)];
+      scores[i] = fabsf(scores[i]) <= kNear ? exp2_fast(scores[i]) * exact_pow2(-by) : exp2_fast(scores[i] - by);
+    }
+    encode();
   }
 
   /// Moves the references to the largest logits where those ask for it; `step` is by how much.
@@ -343,7 +353,6 @@ class Consumer {
       state.scale[r] = rises && first ? 0.0F : exact_pow2(-step[r]);
       if (rises) state.limit[r] = kLimit;
       state.base[r] += step[r];
-      kept(Kept::extra, r) *= state.scale[r];
     }
   }
 
@@ -356,41 +365,84 @@ class Consumer {
     return key.value_exponent <= work.range.most - kLightOctaves || !counted(work, key);
   }
 
-  /// What the multipliers do not count of the row sum, in FP32; and whether the row sees a poisoned V.
-  __device__ void count_apart(const Work& work, const KeyScale* key_scale, std::int32_t first) {
-    constexpr float kLeastNormal = 0.015625F;
+  /// What the multipliers do not count of the row sum, in FP32; and whether the row sees a poisoned V. The scores are
+  /// logits less the bases before `step` was added to these.
+  __device__ void count_apart(const Work& work, const KeyScale* key_scale, std::int32_t first, const float (&step)[2]) {
 #pragma unroll 1
     for (int pair = 0; pair < Traits::kScores / 2; ++pair) {
       const int i = 2 * pair;
       const bool apart = may_count_apart(work, key_scale[key_of(i)]) || may_count_apart(work, key_scale[key_of(i + 1)]);
       if (!__any_sync(0xFFFFFFFFU, apart)) continue;
       // A run-time index would move the scores to memory: the pair is picked by comparison.
-      float weights[2] = {0, 0};
+      float two[2] = {0, 0};
 #pragma unroll
-      for (int j = 0; j < Traits::kScores; ++j) weights[j % 2] = j / 2 == pair ? scores[j] : weights[j % 2];
+      for (int j = 0; j < Traits::kScores; ++j) two[j % 2] = j / 2 == pair ? scores[j] : two[j % 2];
       const int r = row_of(i);
-#pragma unroll
+      const float by = r == 0 ? step[0] : step[1];
+      const float base = r == 0 ? state.base[0] : state.base[1];
+#pragma unroll 1
       for (int b = 0; b < 2; ++b) {
-        const int key = key_of(i + b);
-        if (!(r == 0 ? state.sees(0, first + key) : state.sees(1, first + key))) continue;
-        const float given = key_scale[key].value_exponent;
-        const float exponent = fmaxf(given, static_cast<float>(-kE8m0Bias));
-        const std::uint32_t code = to_e4m3(weights[b], 0.0F) & 0xFFU;
-        const float rounded = decode(Format::e4m3, static_cast<std::uint8_t>(code));
-        const float most = r == 0 ? kept(Kept::most, 0) : kept(Kept::most, 1);
-        const bool light = (given <= static_cast<float>(-kE8m0Bias) || given <= most - kLightOctaves) &&
-                           rounded < kLeastNormal;
-        const float weight = (light ? weights[b] : rounded) - (counted(work, key_scale[key]) ? rounded : 0.0F);
-        const float part = weight == 0.0F ? 0.0F : ldexpf(weight, static_cast<int>(work.reference - exponent));
-        if (r == 0) {
-          kept(Kept::extra, 0) += part;
-          if (given == kPoisonedValue) kept(Kept::poisoned, 0) = 1.0F;
-        } else {
-          kept(Kept::extra, 1) += part;
-          if (given == kPoisonedValue) kept(Kept::poisoned, 1) = 1.0F;
-        }
+        const std::int32_t key = first + key_of(i + b);
+        if (!(r == 0 ? state.sees(0, key) : state.sees(1, key))) continue;
+        add_apart(work, key_scale[key_of(i + b)], (b == 0 ? two[0] : two[1]) - by, {base, r});
       }
     }
+  }
+
+  struct RowAt {
+    float base;
+    int r;
+  };
+
+  /// One key, whose logit less the base is x. V's exponent is no part of its share of the sum, and may be far from the
+  /// others': the sum has a reference of its own.
+  __device__ void add_apart(const Work& work, const KeyScale& key, float x, const RowAt& row_at) {
+    constexpr float kLeastNormal = 0.015625F;
+    constexpr auto kNone = static_cast<float>(-kE8m0Bias);
+    const int r = row_at.r;
+    if (key.value_exponent == kPoisonedValue) kept(Kept::poisoned, r) = 1.0F;
+    const float exponent = fmaxf(key.value_exponent, kNone);
+    const auto code = static_cast<std::uint8_t>(to_e4m3(exp2_fast(x), 0.0F) & 0xFFU);
+    const float rounded = decode(Format::e4m3, code);
+    const bool light = (key.value_exponent <= kNone || key.value_exponent <= kept(Kept::most, r) - kLightOctaves) &&
+                       rounded < kLeastNormal;
+    const bool in_sum = counted(work, key);
+    if (!light && in_sum) return;
+    const float bare = x + (row_at.base - exponent);  // The logit without V's exponent.
+    float height = kept(Kept::height, r);
+    if (bare > height) {
+      const float raised = ceilf(bare);
+      kept(Kept::extra, r) *= exact_pow2(height - raised);
+      kept(Kept::height, r) = height = raised;
+    }
+    const float whole = ldexpf(rounded, static_cast<int>(row_at.base - exponent - height));
+    // Of a light key the weight unquantized, with which it would be lost.
+    kept(Kept::extra, r) += (light ? exp2_fast(bare - height) : whole) - (in_sum ? whole : 0.0F);
+  }
+
+  /// A row's sum of weights is `value` 2^(base - unit).
+  struct RowSum {
+    float value;
+    float unit;
+  };
+
+  /// From what the first of the row's four threads has counted and what each has apart. Nothing apart: the bits of a row
+  /// that no irregular tile has met.
+  __device__ RowSum row_sum(const Work& work, int r, unsigned four) const {
+    const float counted =
+        __shfl_sync(four, kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r], lane / 4 * 4);
+    float height = kept(Kept::height, r);
+    height = fmaxf(height, __shfl_xor_sync(four, height, 1));
+    height = fmaxf(height, __shfl_xor_sync(four, height, 2));
+    if (height == -INFINITY) return {counted, work.reference};
+    float extra = kept(Kept::extra, r) * exact_pow2(kept(Kept::height, r) - height);
+    extra += __shfl_xor_sync(four, extra, 1);
+    extra += __shfl_xor_sync(four, extra, 2);
+    if (extra == 0.0F) return {counted, work.reference};
+    const float shift = height - state.base[r] + work.reference;
+    constexpr float kMostShift = 60.0F;
+    if (shift <= kMostShift) return {counted + ldexpf(extra, static_cast<int>(fmaxf(shift, -300.0F))), work.reference};
+    return {ldexpf(counted, -static_cast<int>(fminf(shift, 300.0F))) + extra, work.reference - shift};
   }
 
   /// Weights to pairs of codes, while a product still reads the last ones.
@@ -422,43 +474,53 @@ class Consumer {
 
   /// Adds the accumulators to the FP32 sums, which wait in shared memory with their scale in `moved`.
   __device__ void move_sums(bool summed) {
-    float* mine = &shared.sums[group][0][thread];
+    float4* mine = &shared.sums[group][0][thread];
+    const float scale[2] = {kept(Kept::moved, 0), kept(Kept::moved, 1)};
 #pragma unroll
-    for (int i = 0; i < Traits::kOutputs; ++i) {
-      const float before = summed ? mine[i * kWarpgroup] * kept(Kept::moved, row_of(i)) : 0.0F;
-      mine[i * kWarpgroup] = before + sums[i];
+    for (int i = 0; i < Traits::kOutputs / 4; ++i) {
+      float4 sum{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+      if (summed) {
+        const float4 before = mine[i * kWarpgroup];
+        sum = {fmaf(before.x, scale[0], sum.x), fmaf(before.y, scale[0], sum.y), fmaf(before.z, scale[1], sum.z),
+               fmaf(before.w, scale[1], sum.w)};
+      }
+      mine[i * kWarpgroup] = sum;
     }
-    kept(Kept::total, 0) += sums[Traits::kOutputs];
-    kept(Kept::total, 1) += sums[Traits::kOutputs + 2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      kept(Kept::moved, r) = state.scale[r];
-      kept(Kept::total, r) *= state.scale[r];
+      const float by = raised_ ? state.scale[r] : 1.0F;
+      kept(Kept::total, r) = (kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r]) * by;
+      kept(Kept::moved, r) = by;
     }
   }
 
   __device__ void store(const Work& work, bool summed) {
-    const float* mine = &shared.sums[group][0][thread];
+    if (summed) {
+      const float4* mine = &shared.sums[group][0][thread];
+      const float scale[2] = {kept(Kept::moved, 0), kept(Kept::moved, 1)};
+#pragma unroll
+      for (int i = 0; i < Traits::kOutputs / 4; ++i) {
+        const float4 before = mine[i * kWarpgroup];
+        sums[4 * i] = fmaf(before.x, scale[0], sums[4 * i]);
+        sums[4 * i + 1] = fmaf(before.y, scale[0], sums[4 * i + 1]);
+        sums[4 * i + 2] = fmaf(before.z, scale[1], sums[4 * i + 2]);
+        sums[4 * i + 3] = fmaf(before.w, scale[1], sums[4 * i + 3]);
+      }
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = row + 8 * r;
       if (query >= work.item.queries) continue;
       const std::int64_t place = (std::int64_t{work.item.query_row} + query) * p.sizes.heads + work.head;
-      // Only the first thread of a row holds its sum; `extra` is in parts.
-      float extra = kept(Kept::extra, r);
       const unsigned four = 0xFU << (lane / 4 * 4);
-      extra += __shfl_xor_sync(four, extra, 1);
-      extra += __shfl_xor_sync(four, extra, 2);
-      const float counted = __shfl_sync(four, kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r], lane / 4 * 4);
+      const RowSum sum = row_sum(work, r, four);
       const bool bad = __any_sync(four, kept(Kept::poisoned, r) != 0.0F);
-      const float sum = counted + extra;
-      const float inverse = __frcp_rn(sum);
       const bool empty = state.begin[r] >= state.end[r];
-      const float unit = detail::pow2(static_cast<int>(work.reference));
-      float* lse = p.lse + place;
+      const float inverse = __frcp_rn(sum.value);
+      const float scale = detail::pow2(static_cast<int>(fmaxf(sum.unit, -300.0F)));
       if (quad == 0 && work.part == 0) {
-        const float log2 = state.base[r] - work.reference + log2f(sum);
-        *lse = empty ? -INFINITY : log2 * std::numbers::ln2_v<float>;
+        const float log2 = state.base[r] - sum.unit + log2f(sum.value);
+        p.lse[place] = empty ? -INFINITY : log2 * std::numbers::ln2_v<float>;
       }
 #pragma unroll
       for (int i = 0; i < Traits::kOutputs; i += 4) {
@@ -467,12 +529,11 @@ class Consumer {
         float out[2];
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-          float value = sums[i + 2 * r + b];
-          if (summed) value += mine[(i + 2 * r + b) * kWarpgroup] * kept(Kept::moved, r);
+          const float value = sums[i + 2 * r + b];
           // One step of refinement: a value that is the sum gives 1, not its neighbour.
           const float first = value * inverse;
-          const float quotient = fmaf(fmaf(-first, sum, value), inverse, first);
-          out[b] = empty ? 0.0F : bad ? NAN : quotient * unit;
+          const float quotient = fmaf(fmaf(-first, sum.value, value), inverse, first);
+          out[b] = empty ? 0.0F : bad ? NAN : quotient * scale;
         }
         write(place * p.sizes.value_dim + dim, out[0], out[1]);
       }
@@ -517,7 +578,7 @@ class Consumer {
   std::uint32_t codes[Traits::kScores / 4];
   std::uint32_t pairs[Traits::kScores / 2];
   Quarter coming;  // Read ahead.
-  float logit[2][kPart];
+  float logit[2][static_cast<std::size_t>(kPart)];
 };
 
 }  // namespace mxflash::cuda

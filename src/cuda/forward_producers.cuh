@@ -14,10 +14,10 @@ class Taker {
   __device__ void run() {
     for (;;) {
       const Work work = take();
-      shared.work_empty[slot.stage].wait(slot.phase ^ 1);
+      shared.work_empty[slot.stage()].wait(slot.phase() ^ 1);
       if (lane == 0) {
-        shared.work[slot.stage] = work;
-        shared.work_full[slot.stage].arrive();
+        shared.work[slot.stage()] = work;
+        shared.work_full[slot.stage()].arrive();
       }
       __syncwarp();
       slot.template advance<kWorkStages>();
@@ -93,9 +93,9 @@ class Fetcher {
 
  private:
   __device__ bool next() {
-    shared.work_full[slot.stage].wait(slot.phase);
-    const Work work = shared.work[slot.stage];
-    shared.work_empty[slot.stage].arrive();
+    shared.work_full[slot.stage()].wait(slot.phase());
+    const Work work = shared.work[slot.stage()];
+    shared.work_empty[slot.stage()].arrive();
     slot.template advance<kWorkStages>();
     if (work.head < 0) return false;
     if (work.tiles.end > work.tiles.first) fetch(work);
@@ -103,12 +103,12 @@ class Fetcher {
   }
 
   __device__ void fetch(const Work& work) {
-    Barrier& full = shared.queries_full[queries.stage];
-    shared.queries_empty[queries.stage].wait(queries.phase ^ 1);
+    Barrier& full = shared.queries_full[queries.stage()];
+    shared.queries_empty[queries.stage()].wait(queries.phase() ^ 1);
     full.arrive_and_expect_tx(sizeof shared.queries[0]);
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
       cute::SM90_TMA_LOAD_3D::copy(&p.query_map, mbar(full), kKeep,
-                                   shared.queries[queries.stage].codes + chunk * kTileRows * Traits::kRowBytes,
+                                   shared.queries[queries.stage()].codes + chunk * kTileRows * Traits::kRowBytes,
                                    chunk * Traits::kRowBytes, work.item.query_row, work.head);
     }
     queries.template advance<Traits::kQueryStages>();
@@ -125,25 +125,25 @@ class Fetcher {
   }
 
   __device__ void fetch_keys(const Work& work, std::int32_t head, std::int32_t key, const Range& range) {
-    Barrier& full = shared.keys_full[place.stage];
-    shared.keys_empty[place.stage].wait(place.phase ^ 1);
-    shared.ranges[place.stage] = range;
+    Barrier& full = shared.keys_full[place.stage()];
+    shared.keys_empty[place.stage()].wait(place.phase() ^ 1);
+    shared.ranges[place.stage()] = range;
     full.arrive_and_expect_tx(sizeof shared.keys[0] + sizeof shared.scales[0].keys);
     const auto row = static_cast<std::int32_t>(head * p.sizes.rows_k() + work.item.key_row + key);
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
       cute::SM90_TMA_LOAD_5D::copy(&p.key_map, mbar(full), kKeep,
-                                   shared.keys[place.stage].codes + chunk * Traits::kKeys * Traits::kRowBytes,
+                                   shared.keys[place.stage()].codes + chunk * Traits::kKeys * Traits::kRowBytes,
                                    chunk * Traits::kRowBytes, row, 0, 0, 0);
     }
-    cute::SM90_TMA_LOAD_2D::copy(&p.scale_map, mbar(full), kKeep, shared.scales[place.stage].keys,
+    cute::SM90_TMA_LOAD_2D::copy(&p.scale_map, mbar(full), kKeep, shared.scales[place.stage()].keys,
                                  2 * (work.item.first_column + key), head);
   }
 
   __device__ void fetch_values(std::int32_t plane, std::int32_t column) {
-    Barrier& full = shared.values_full[place.stage];
-    shared.values_empty[place.stage].wait(place.phase ^ 1);
+    Barrier& full = shared.values_full[place.stage()];
+    shared.values_empty[place.stage()].wait(place.phase() ^ 1);
     full.arrive_and_expect_tx((Traits::kValueDims + 1) * Traits::kKeys);
-    cute::SM90_TMA_LOAD_3D::copy(&p.value_map, mbar(full), kKeep, shared.values[place.stage].codes, column, 0, plane);
+    cute::SM90_TMA_LOAD_3D::copy(&p.value_map, mbar(full), kKeep, shared.values[place.stage()].codes, column, 0, plane);
   }
 
   static __device__ std::uint64_t* mbar(Barrier& barrier) { return reinterpret_cast<std::uint64_t*>(&barrier); }

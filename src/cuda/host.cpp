@@ -90,7 +90,7 @@ Result<Event> record_event() {
 Result<double> compute(const ForwardCall& call, const Recipe& recipe) {
   const Result<std::size_t> bytes = workspace_bytes(call, recipe);
   if (!bytes.ok()) return bytes.error();
-  constexpr std::size_t kAlignment = 1024;
+  constexpr std::size_t kAlignment = 256;
   const Result<DeviceMemory> workspace = allocate(*bytes + kAlignment, "the workspace");
   if (!workspace.ok()) return workspace.error();
   void* aligned = workspace->get();

@@ -65,18 +65,21 @@ __device__ inline std::uint32_t opaque(std::uint32_t x) {
   return x;
 }
 
-/// A stage and the parity of its barriers.
-struct Place {
-  std::uint32_t stage = 0;
-  std::uint32_t phase = 0;
+/// A stage and the parity of its barriers, in one register.
+class Place {
+ public:
+  [[nodiscard]] __device__ std::uint32_t stage() const { return at_ & (kParity - 1); }
+  [[nodiscard]] __device__ std::uint32_t phase() const { return at_ / kParity; }
 
   template <int kStages>
   __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    static_assert(kStages < kParity);
+    at_ = stage() + 1 == kStages ? (at_ & kParity) ^ kParity : at_ + 1;
   }
+
+ private:
+  static constexpr std::uint32_t kParity = 256;
+  std::uint32_t at_ = 0;
 };
 
 /// min and max that keep a NaN.

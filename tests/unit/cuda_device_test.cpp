@@ -162,8 +162,8 @@ TEST_F(CudaDevice, RefusesWhatTheHostSees) {
 
   device.execution.workspace_bytes -= 1;
   refused({"workspace"});
-  device.execution.workspace = static_cast<std::byte*>(execution.workspace) + 256;
-  refused({"workspace", "1024"});
+  device.execution.workspace = static_cast<std::byte*>(execution.workspace) + 128;
+  refused({"workspace", "256"});
   device.execution.workspace = nullptr;
   refused({"workspace"});
   device.call.outputs.o += 2;

@@ -45,7 +45,7 @@ void expect_poison_stays(const Case& clean, const Case& poisoned, const Recipe& 
   const ForwardResult got = test::device_forward(poisoned, recipe);
   const ForwardResult want = test::forward(poisoned, recipe, test::on_engine("reference"));
   expect_same_nans(got.o, want.o, fmt::format("o of {}, {}", recipe.name, where));
-  EXPECT_TRUE(test::within(got.lse, want.lse, 2e-2)) << recipe.name << ", " << where;
+  test::expect_lse_like(got.lse, want.lse, fmt::format("of {}, {}", recipe.name, where));
   const std::int64_t dims = want.o.shape[2];
   std::int64_t poisoned_rows = 0;
   for (std::int64_t row = 0; row < want.lse.elements(); ++row) {
