@@ -229,6 +229,7 @@ class Unit {
     if (!rule.to.saturates) return rule;  // f32 and bf16
     rule.smallest_normal = __builtin_bit_cast(float, rule.to.least_field);
     rule.in_groups = !is_static;
+    rule.is_e2m1 = weights.encoding == Encoding::e2m1;
     if (is_static) {
       const auto beta = static_cast<float>(plan_.recipe->beta);
       rule.log2_scale = static_cast<float>((__builtin_bit_cast(std::int32_t, beta) >> 23) - 127);
