@@ -166,7 +166,7 @@ class BackwardUnit : private Unit {
     load_queries(place, block);
     states_[block].first_tile = first_tile_;
     states_[block].end_tile = end_tile_;
-    score_block<Scores>();
+    score_block<Scores>([](std::size_t /*index*/, const Tile& /*tile*/) { return false; });
     for (std::size_t index = first_tile_; index < end_tile_; ++index) {
       const Tile tile = tile_at(index);
       weigh_tile(rule_at(tile), tile, scores(index), CountsSink{scores(index)}, rows_);

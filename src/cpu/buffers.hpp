@@ -49,7 +49,8 @@ struct Workspace {
   Buffer<std::int32_t> folds;               ///< Exponents by key: of v, v_cut, k, k_cut.
   Buffer<std::int32_t> key_nan;             ///< By key: whether dK, dV are NaN.
   Buffer<std::int32_t> poisoned;            ///< Running counts by key: of k, of v.
-  Buffer<const void*> left, right;          ///< Operands of a multiply, by block.
+  Buffer<const void*> left;                 ///< Operands of a multiply, by block.
+  Buffer<void*> right;
 };
 
 }  // namespace mxflash::cpu

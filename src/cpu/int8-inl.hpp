@@ -17,15 +17,16 @@ namespace mxflash::cpu::HWY_NAMESPACE {
 
 #define MXFLASH_VNNI __attribute__((target("avx512vnni")))
 
-/// Twice the codes, as bytes: word [d / 4][lane] holds four dims, each plus `bias`.
-HWY_INLINE void pack_quads(const float* x, std::size_t dims, std::int32_t bias, std::uint32_t* out) {
+/// The codes times `factors` [blocks of `width` dims][32], as bytes: word [d / 4][lane] holds four dims, each plus `bias`.
+HWY_INLINE void pack_quads(const TokenBlock& block, const float* factors, std::int32_t bias, std::uint32_t* out) {
   const VI byte = hn::Set(kI, 0xFF);
-  for (std::size_t quad = 0; quad < dims / 4; ++quad) {
+  for (std::size_t quad = 0; quad < block.dims / 4; ++quad) {
     for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+      const VF factor = hn::LoadU(kF, factors + 4 * quad / block.width * kBlockSize + lane);
       VI word = hn::Zero(kI);
       for (std::size_t i = 4; i-- > 0;) {
-        const VF value = hn::Load(kF, x + (4 * quad + i) * kBlockSize + lane);
-        const VI twice = hn::Add(hn::NearestInt(hn::Add(value, value)), hn::Set(kI, bias));
+        const VF value = hn::Load(kF, block.x + (4 * quad + i) * kBlockSize + lane);
+        const VI twice = hn::Add(hn::NearestInt(hn::Mul(value, factor)), hn::Set(kI, bias));
         word = hn::Or(hn::ShiftLeft<8>(word), hn::And(twice, byte));
       }
       hn::StoreU(hn::BitCast(kU, word), kU, out + quad * kBlockSize + lane);
@@ -69,6 +70,18 @@ class Int8Tile {
       }
     }
   }
+  /// t [8][32] = sums times `lanes` times `rows` [8], and `largest` [2] the larger of itself and those.
+  HWY_INLINE void scale_to(const VF* lanes, const float* rows, float* t, VF* largest) const {
+    for (std::size_t r = 0; r < kRows; ++r) {
+      const VF by_row = hn::Set(kF, rows[r]);
+      const VF low = hn::Mul(hn::Mul(hn::ConvertTo(kF, low_[r]), lanes[0]), by_row);
+      const VF high = hn::Mul(hn::Mul(hn::ConvertTo(kF, high_[r]), lanes[1]), by_row);
+      largest[0] = hn::Max(largest[0], low);
+      largest[1] = hn::Max(largest[1], high);
+      hn::Store(low, kF, t + r * kBlockSize);
+      hn::Store(high, kF, t + r * kBlockSize + kLanes);
+    }
+  }
   /// c [8][32] = `initial` c + sums times `lanes` [32] times `rows`.
   HWY_INLINE void scale_into(const float* lanes, const float* rows, std::size_t row_stride, float initial,
                              float* c) const {
@@ -99,15 +112,25 @@ class Int8Tile {
 
 /// A block of keys: codes [32][padded dims] as bytes, biased to be unsigned, and scales [blocks][32]. A block of
 /// queries: codes [dims / 4][32][4], a quarter of the scales, and what the keys' bias adds, negative, [blocks][32].
+///
+/// Where no token's power-of-two scales lie more than 2^kMostShift apart, its codes are shifted to the least of them: one
+/// integer sum over all dims is then exact, and so is the FP32 sum of the blocks: both have the same bits.
 struct Int8Scores {
-  static constexpr std::int32_t kBias = 12;
+  static constexpr bool kCodes = true;
+  static constexpr std::int32_t kMostShift = 3;           // 12 2^3 is a signed byte,
+  static constexpr std::int32_t kBias = 12 << kMostShift;  // and twice that an unsigned one.
+  /// Of shifted codes: FP32 holds every product, its scales and a logit factor up to kMostFactor exactly.
+  static constexpr std::int32_t kMostExponent = 20;
+  static constexpr float kMostFactor = 0x1p20F;
   static constexpr std::size_t kMostBlocks = kLargestDims / 16;
   /// After the codes.
   struct Tail {
     float scale[kMostBlocks * kBlockSize];
     std::int32_t bias[kMostBlocks * kBlockSize];
+    std::int32_t whole_bias[kBlockSize];
     std::size_t width;
     std::size_t blocks;
+    bool shifted;
   };
 
   static std::size_t bytes(std::size_t padded) { return padded * kBlockSize + sizeof(Tail); }
@@ -138,24 +161,32 @@ struct Int8Scores {
   }
   static void put_keys(const TokenBlock& block, std::size_t padded, std::byte* staging, std::byte* out) {
     auto* words = reinterpret_cast<std::uint32_t*>(staging);
-    pack_quads(block.x, block.dims, kBias, words);
+    float factors[kMostBlocks * kBlockSize];
+    shift(block, *tail(out, padded), factors);
+    pack_quads(block, factors, kBias, words);
     for (std::size_t i = block.dims / 4 * kBlockSize; i < padded / 4 * kBlockSize; ++i) words[i] = 0;
     transpose(words, kBlockSize, padded / 4, kBlockSize, reinterpret_cast<std::uint32_t*>(out), padded / 4);
   }
   static void put_queries(const TokenBlock& block, std::size_t padded, std::byte* out) {
-    pack_quads(block.x, block.dims, 0, reinterpret_cast<std::uint32_t*>(out));
     Tail* t = tail(out, padded);
-    for (std::size_t i = 0; i < t->blocks; ++i) {
-      const std::size_t end = HWY_MIN((i + 1) * t->width, block.dims);
-      for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+    float factors[kMostBlocks * kBlockSize];
+    shift(block, *t, factors);
+    pack_quads(block, factors, 0, reinterpret_cast<std::uint32_t*>(out));
+    for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+      VI whole = hn::Zero(kI);
+      for (std::size_t i = 0; i < t->blocks; ++i) {
         VF sum = hn::Zero(kF);
-        for (std::size_t d = i * t->width; d < end; ++d) {
+        for (std::size_t d = i * t->width; d < HWY_MIN((i + 1) * t->width, block.dims); ++d) {
           sum = hn::Add(sum, hn::Load(kF, block.x + d * kBlockSize + lane));
         }
         float* scale = t->scale + i * kBlockSize + lane;
         hn::StoreU(hn::Mul(hn::LoadU(kF, scale), hn::Set(kF, 0.25F)), kF, scale);
-        hn::StoreU(hn::NearestInt(hn::Mul(sum, hn::Set(kF, -2.0F * kBias))), kI, t->bias + i * kBlockSize + lane);
+        const VF codes = hn::Mul(sum, hn::LoadU(kF, factors + i * kBlockSize + lane));
+        const VI bias = hn::NearestInt(hn::Mul(codes, hn::Set(kF, static_cast<float>(-kBias))));
+        hn::StoreU(bias, kI, t->bias + i * kBlockSize + lane);
+        whole = hn::Add(whole, bias);
       }
+      hn::StoreU(whole, kI, t->whole_bias + lane);
     }
   }
   MXFLASH_VNNI static void run(const std::byte* keys, const std::byte* queries, std::size_t dims, std::size_t padded,
@@ -178,24 +209,121 @@ struct Int8Scores {
       }
     }
   }
+  /// Whether a tile is one integer sum a pair: `run_shifted`.
+  static bool shifted(const TileOperands& of) {
+    return tail(of.keys, of.padded)->shifted && tail(of.queries, of.padded)->shifted &&
+           __builtin_fabsf(of.logit_factor) <= kMostFactor && __builtin_fabsf(of.logit_factor) >= 1.0F / kMostFactor;
+  }
+  /// Logits t [32][32], and by lane the largest of them: the bits that `run` and `score_tile` give.
+  MXFLASH_VNNI static void run_shifted(const TileOperands& of, float* t, float* largest) {
+    const auto* a = reinterpret_cast<const std::uint8_t*>(of.keys);
+    const auto* b = reinterpret_cast<const std::uint32_t*>(of.queries);
+    const Tail* of_keys = tail(of.keys, of.padded);
+    const Tail* of_queries = tail(of.queries, of.padded);
+    const VF factor = hn::Set(kF, of.logit_factor);
+    const VF by_lane[2] = {hn::Mul(hn::LoadU(kF, of_queries->scale), factor),
+                           hn::Mul(hn::LoadU(kF, of_queries->scale + kLanes), factor)};
+    VF most[2] = {minus_infinity(), minus_infinity()};
+    for (std::size_t key = 0; key < kBlockSize; key += Int8Tile::kRows) {
+      Int8Tile tile;
+      tile.start(hn::LoadU(kI, of_queries->whole_bias), hn::LoadU(kI, of_queries->whole_bias + kLanes));
+      tile.add<Int8Tile::UnsignedRows>(a + key * of.padded, of.padded, b, of.dims / 4);
+      tile.scale_to(by_lane, of_keys->scale + key, t + key * kBlockSize, most);
+    }
+    hn::StoreU(most[0], kF, largest);
+    hn::StoreU(most[1], kF, largest + kLanes);
+  }
   /// For pairs that FP32 cannot hold.
   static void scaled(const std::byte* from, std::size_t padded, float factor, std::byte* to) {
     for (std::size_t i = 0; i < bytes(padded); ++i) to[i] = from[i];
     Tail* t = tail(to, padded);
     for (std::size_t i = 0; i < t->blocks * kBlockSize; ++i) t->scale[i] *= factor;
   }
+
+ private:
+  /// Shifts the codes of every token to the least scale of its blocks, where all 32 tokens allow it: `factors`, by block
+  /// and lane, make the bytes from codes.
+  static void shift(const TokenBlock& block, Tail& t, float* factors) {
+    t.shifted = true;
+    float base[kBlockSize];
+    for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) t.shifted &= find_base(block, t, lane, base + lane);
+    for (std::size_t i = 0; i < t.blocks * kBlockSize; i += kLanes) {
+      VF factor = hn::Set(kF, 2.0F);
+      if (t.shifted) {
+        const VF to = hn::LoadU(kF, base + i % kBlockSize);
+        // Where all codes are zero, any scale will do.
+        const VF up = hn::Div(hn::LoadU(kF, t.scale + i), to);
+        factor = hn::Mul(factor, hn::Max(hn::Min(up, hn::Set(kF, 1 << kMostShift)), hn::Set(kF, 1.0F)));
+        hn::StoreU(to, kF, t.scale + i);
+      }
+      hn::StoreU(factor, kF, factors + i);
+    }
+  }
+  /// The least scale of the blocks that are not zero, by lane; whether it will do for all of a token's.
+  static bool find_base(const TokenBlock& block, const Tail& t, std::size_t lane, float* base) {
+    VI least = hn::Set(kI, kMostExponent);
+    VI most = hn::Set(kI, -kMostExponent);
+    VI mantissa = hn::Zero(kI);
+    for (std::size_t i = 0; i < t.blocks; ++i) {
+      VI any = hn::Zero(kI);
+      for (std::size_t d = i * t.width; d < HWY_MIN((i + 1) * t.width, block.dims); ++d) {
+        any = hn::Or(any, hn::BitCast(kI, hn::Abs(hn::Load(kF, block.x + d * kBlockSize + lane))));
+      }
+      const auto zero = hn::Eq(any, hn::Zero(kI));
+      const VI bits = hn::BitCast(kI, hn::LoadU(kF, t.scale + i * kBlockSize + lane));
+      const VI exponent = hn::Sub(hn::ShiftRight<23>(bits), hn::Set(kI, 127));
+      least = hn::IfThenElse(zero, least, hn::Min(least, exponent));
+      most = hn::IfThenElse(zero, most, hn::Max(most, exponent));
+      mantissa = hn::Or(mantissa, hn::IfThenZeroElse(zero, hn::And(bits, hn::Set(kI, 0x7FFFFF))));
+    }
+    hn::StoreU(pow2(least), kF, base);
+    const auto far = hn::Or(hn::Lt(least, hn::Set(kI, -kMostExponent)), hn::Gt(most, hn::Set(kI, kMostExponent)));
+    const auto apart = hn::Gt(hn::Sub(most, least), hn::Set(kI, kMostShift));
+    return hn::AllFalse(kI, hn::Or(hn::Or(far, apart), hn::Gt(mantissa, hn::Zero(kI))));
+  }
 };
 
 /// A block of values: codes [dims][32] as bytes and scales [dims][2], for the halves of the block. P of a tile: codes
 /// [8][32][4] and factors [32].
+///
+/// O adds up over groups of 128 keys: the tiles of one that lie one after another are added to each other, then their sum
+/// to O. Where the scales of V and of P lie near each other that is one integer sum, and the FP32 sums are exact: both have
+/// the same bits, so that a row does not show by which way it was added.
 struct Int8Output {
   struct Weights {
     std::uint32_t codes[kBlockSize / 4 * kBlockSize];
     float factor[kBlockSize];
+    float log2_divisor[kBlockSize];  ///< Of an early tile.
+    std::int32_t sum[kBlockSize];    ///< Of an early tile: twice the sum of the codes.
+    bool early;                      ///< Encoded before the maxima of its rows were known.
   };
-  static constexpr std::size_t kTiles = 16;
-  static std::size_t value_bytes(std::size_t padded) { return padded * (kBlockSize + 2 * sizeof(float)); }
-  static std::size_t weight_bytes() { return sizeof(Weights); }
+  struct Tail {
+    std::size_t place;  ///< In its group.
+    bool shifted;       ///< Codes and scales are those of the group.
+  };
+  static constexpr std::size_t kGroup = 4;
+  static constexpr std::size_t kTiles = 4 * kGroup;
+  static constexpr std::int32_t kMostValueShift = 3;   // 12 2^3 is a signed byte,
+  static constexpr std::int32_t kMostWeightShift = 4;  // 12 2^4 an unsigned one.
+  /// Of scales of groups, so that no product of the FP32 sums is subnormal.
+  static constexpr std::int32_t kLeastExponent = -60;
+
+  static std::size_t value_bytes(std::size_t padded) {
+    return padded * (kBlockSize + 2 * sizeof(float)) + HWY_MAX(sizeof(Tail), std::size_t{64});
+  }
+  static std::size_t weight_bytes() { return (sizeof(Weights) + 63) / 64 * 64; }
+  static float* scales_of(std::byte* values, std::size_t padded) {
+    return reinterpret_cast<float*>(values + padded * kBlockSize);
+  }
+  static const float* scales_of(const void* values, std::size_t padded) {
+    return reinterpret_cast<const float*>(static_cast<const std::byte*>(values) + padded * kBlockSize);
+  }
+  static Tail* tail(std::byte* values, std::size_t padded) {
+    return reinterpret_cast<Tail*>(scales_of(values, padded) + 2 * padded);
+  }
+  static const Tail* tail(const void* values, std::size_t padded) {
+    return reinterpret_cast<const Tail*>(scales_of(values, padded) + 2 * padded);
+  }
 
   /// Values are quantized to codes; where scales do not fold, they run along tokens: one for the block or one a half.
   static void put_values(const TokenOperand& operand, const RandomPlace& random, float strip, std::size_t padded,
@@ -204,7 +332,8 @@ struct Int8Output {
     block.scale = operand.folds ? nullptr : decode;
     quantize_block(operand, random, strip, block);
     block.scale = nullptr;
-    auto* scales = reinterpret_cast<float*>(out + padded * kBlockSize);
+    float* scales = scales_of(out, padded);
+    *tail(out, padded) = {static_cast<std::size_t>(random.row) / kBlockSize % kGroup, false};
     const hn::Rebind<std::int8_t, I32> byte;
     for (std::size_t d = 0; d < padded; ++d) {
       auto* to = reinterpret_cast<std::int8_t*>(out) + d * kBlockSize;
@@ -221,10 +350,96 @@ struct Int8Output {
       }
     }
   }
+  /// `blocks`: all that there are of one group, the last of them put just now.
+  static void join_values(std::byte* blocks, std::size_t count, std::size_t padded) {
+    bool joins = true;
+    for (std::size_t d = 0; d < padded; ++d) joins = joins && find_base(blocks, count, padded, d).joins;
+    for (std::size_t i = 0; i < count; ++i) tail(blocks + i * value_bytes(padded), padded)->shifted = joins;
+    if (!joins) return;
+    for (std::size_t d = 0; d < padded; ++d) {
+      const std::int32_t base = find_base(blocks, count, padded, d).exponent;
+      for (std::size_t i = 0; i < count; ++i) {
+        std::byte* block = blocks + i * value_bytes(padded);
+        float* scales = scales_of(block, padded) + 2 * d;
+        auto* codes = reinterpret_cast<std::int8_t*>(block) + d * kBlockSize;
+        for (std::int32_t e = base; !is_zero(codes) && e < exponent_of(scales[0]); ++e) {
+          for (std::size_t lane = 0; lane < kBlockSize; ++lane) codes[lane] = static_cast<std::int8_t>(2 * codes[lane]);
+        }
+        scales[0] = scales[1] = hn::GetLane(pow2(hn::Set(kI, base)));
+      }
+    }
+  }
+  /// P of a tile whose keys are visible to all rows and do not fold: all of it that does not depend on the rows' maxima.
+  MXFLASH_VNNI static void encode(const WeightRule& rule, const float* t, const float* largest, Weights* out) {
+    const __m512i ones = _mm512_set1_epi8(1);
+    VI low[4];
+    VI high[4];
+    for (std::size_t i = 0; i < 4; ++i) {
+      low[i] = hn::ShiftLeftSame(hn::LoadU(kI, E2m1Logarithm::kTwiceBelow), static_cast<int>(8 * i));
+      high[i] = hn::ShiftLeftSame(hn::LoadU(kI, E2m1Logarithm::kTwiceAbove), static_cast<int>(8 * i));
+    }
+    for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+      const VF divisor = group_exponent(rule, hn::LoadU(kF, largest + lane));
+      VI sum = hn::Zero(kI);
+      for (std::size_t quad = 0; quad < kBlockSize / 4; ++quad) {
+        VI word = hn::Zero(kI);
+        for (std::size_t i = 0; i < 4; ++i) {
+          const VF of_key = hn::Load(kF, t + (4 * quad + i) * kBlockSize + lane);
+          word = hn::Or(word, E2m1Logarithm::look_up(E2m1Logarithm::place(hn::Sub(of_key, divisor)), low[i], high[i]));
+        }
+        sum.raw = _mm512_dpbusd_epi32(sum.raw, word.raw, ones);
+        hn::StoreU(hn::BitCast(kU, word), kU, out->codes + quad * kBlockSize + lane);
+      }
+      hn::StoreU(divisor, kF, out->log2_divisor + lane);
+      hn::StoreU(sum, kI, out->sum + lane);
+    }
+  }
+  /// Takes a tile before the maxima of its rows are known; they are then raised. Otherwise it is done as any other.
+  template <class Scores>
+  static bool begin_early(const WeightRule& rule, const Tile& tile, const TileOperands& of, std::byte* weights,
+                          Rows& rows) {
+    auto* out = reinterpret_cast<Weights*>(weights);
+    out->early = false;
+    if constexpr (Scores::kCodes) {
+      if (!rule.early || tile.masked || tile.folds != nullptr || !Scores::shifted(of)) return false;
+      alignas(64) float t[kTileSize];
+      float largest[kBlockSize];
+      Scores::run_shifted(of, t, largest);
+      encode(rule, t, largest, out);
+      for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+        const VF g = hn::LoadU(kF, largest + lane);
+        hn::StoreU(hn::Max(hn::LoadU(kF, rows.largest_t + lane), g), kF, rows.largest_t + lane);
+        hn::StoreU(hn::Max(hn::LoadU(kF, rows.largest_s + lane), g), kF, rows.largest_s + lane);
+      }
+      out->early = true;
+    }
+    return out->early;
+  }
+  static bool is_early(const std::byte* weights) { return reinterpret_cast<const Weights*>(weights)->early; }
+  /// Its factors and its share of the row sums, as weigh_tile gives them. False where a row's scale would lie below that
+  /// of the least weight: it is a tile like any other then.
+  static bool end_early(const WeightRule& rule, std::byte* weights, Rows& rows) {
+    auto* out = reinterpret_cast<Weights*>(weights);
+    float counted[kBlockSize];
+    for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
+      const VF below = hn::Sub(hn::LoadU(kF, out->log2_divisor + lane), hn::LoadU(kF, rows.reference + lane));
+      if (!hn::AllTrue(kF, hn::Ge(below, hn::Set(kF, -127.0F)))) {
+        out->early = false;
+        return false;
+      }
+      const VF factor = hn::Mul(pow2(hn::NearestInt(below)), hn::Set(kF, rule.unit));
+      hn::StoreU(factor, kF, out->factor + lane);
+      const VF sum = hn::Mul(hn::ConvertTo(kF, hn::LoadU(kI, out->sum + lane)), hn::Set(kF, 0.5F));
+      hn::StoreU(hn::Mul(hn::Mul(sum, factor), pow2(hn::LoadU(kI, rows.shift + lane))), kF, counted + lane);
+    }
+    for (std::size_t lane = 0; lane < kBlockSize; ++lane) rows.sum[lane] += static_cast<double>(counted[lane]);
+    return true;
+  }
   struct Sink {
     std::byte* tile;
     HWY_INLINE void begin(const TileScales& scales) const {
       auto* weights = reinterpret_cast<Weights*>(tile);
+      weights->early = false;
       for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
         hn::StoreU(hn::LoadU(kF, scales.factor + lane), kF, weights->factor + lane);
       }
@@ -241,23 +456,132 @@ struct Int8Output {
     const std::uint32_t word = reinterpret_cast<const Weights*>(tile)->codes[key / 4 * kBlockSize + lane];
     return (word >> (8 * (key % 4)) & 0xFFU) == 0;
   }
-  MXFLASH_VNNI static void run(const void* const* values, const void* const* weights, std::size_t tiles,
-                               std::size_t padded, float initial, float* c) {
+  MXFLASH_VNNI static void run(const void* const* values, void* const* weights, std::size_t tiles, std::size_t padded,
+                               float initial, float* c) {
     if (initial == 0.0F) {
       for (std::size_t i = 0; i < padded * kBlockSize; i += kLanes) hn::Store(hn::Zero(kF), kF, c + i);
     }
+    Group groups[kTiles];
+    std::size_t count = 0;
+    for (std::size_t first = 0; first < tiles; first += groups[count++].tiles) {
+      groups[count] = find_group(values + first, weights + first, tiles - first, padded);
+    }
     for (std::size_t d = 0; d < padded; d += Int8Tile::kRows) {
-      for (std::size_t tile = 0; tile < tiles; ++tile) {
-        multiply_tile(static_cast<const std::uint8_t*>(values[tile]), static_cast<const Weights*>(weights[tile]), d,
-                      padded, c + d * kBlockSize);
+      for (std::size_t i = 0; i < count; ++i) {
+        if (groups[i].whole) {
+          add_whole(groups[i], d, padded, c + d * kBlockSize);
+        } else {
+          add_tiles(groups[i], d, padded, c + d * kBlockSize);
+        }
       }
     }
   }
 
  private:
-  MXFLASH_VNNI static HWY_INLINE void multiply_tile(const std::uint8_t* values, const Weights* p, std::size_t d,
-                                                    std::size_t padded, float* c) {
-    const auto* scales = reinterpret_cast<const float*>(values + padded * kBlockSize) + 2 * d;
+  struct Base {
+    std::int32_t exponent = 0;
+    bool joins = true;
+  };
+  /// Tiles that are added up first.
+  struct Group {
+    const void* const* values = nullptr;
+    void* const* weights = nullptr;
+    std::size_t tiles = 0;
+    bool whole = false;  ///< As one integer sum.
+  };
+
+  static std::int32_t exponent_of(float power) { return (__builtin_bit_cast(std::int32_t, power) >> 23) - 127; }
+  static bool is_zero(const std::int8_t* codes) {
+    std::int8_t any = 0;
+    for (std::size_t lane = 0; lane < kBlockSize; ++lane) any = static_cast<std::int8_t>(any | codes[lane]);
+    return any == 0;
+  }
+  /// The least exponent of a dim's scales in a group, those of zero codes aside, and whether it will do for all.
+  static Base find_base(const std::byte* blocks, std::size_t count, std::size_t padded, std::size_t d) {
+    Base base;
+    std::int32_t most = 0;
+    bool any = false;
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::byte* block = blocks + i * value_bytes(padded);
+      if (is_zero(reinterpret_cast<const std::int8_t*>(block) + d * kBlockSize)) continue;
+      const float* scales = scales_of(block, padded) + 2 * d;
+      const bool power = (__builtin_bit_cast(std::uint32_t, scales[0]) & 0x7FFFFFU) == 0;
+      base.joins = base.joins && power && scales[0] == scales[1];
+      const std::int32_t exponent = exponent_of(scales[0]);
+      base.exponent = any ? HWY_MIN(base.exponent, exponent) : exponent;
+      most = any ? HWY_MAX(most, exponent) : exponent;
+      any = true;
+    }
+    base.joins = base.joins && base.exponent >= kLeastExponent && most - base.exponent <= kMostValueShift;
+    return base;
+  }
+
+  static Group find_group(const void* const* values, void* const* weights, std::size_t tiles, std::size_t padded) {
+    Group group{values, weights, 1, false};
+    const auto* first = static_cast<const std::byte*>(values[0]);
+    const std::size_t most = HWY_MIN(tiles, kGroup - tail(values[0], padded)->place);
+    // V of cut tiles lies elsewhere.
+    while (group.tiles < most && values[group.tiles] == first + group.tiles * value_bytes(padded)) ++group.tiles;
+    group.whole = group.tiles > 1 && tail(values[0], padded)->shifted && shift_weights(group);
+    return group;
+  }
+  /// Shifts the codes of P to the least scale of a row in the group, where all rows allow it.
+  static bool shift_weights(const Group& group) {
+    VI shifts[kGroup][2];
+    for (std::size_t half = 0; half < 2; ++half) {
+      VI least = hn::Set(kI, 127);
+      VI most = hn::Set(kI, -127);
+      for (std::size_t i = 0; i < group.tiles; ++i) {
+        const auto* p = static_cast<const Weights*>(group.weights[i]);
+        if (!p->early) return false;
+        const VI bits = hn::BitCast(kI, hn::LoadU(kF, p->factor + half * kLanes));
+        shifts[i][half] = hn::Sub(hn::ShiftRight<23>(bits), hn::Set(kI, 127));
+        least = hn::Min(least, shifts[i][half]);
+        most = hn::Max(most, shifts[i][half]);
+      }
+      const auto apart = hn::Gt(hn::Sub(most, least), hn::Set(kI, kMostWeightShift));
+      if (!hn::AllFalse(kI, hn::Or(apart, hn::Lt(least, hn::Set(kI, kLeastExponent))))) return false;
+      for (std::size_t i = 0; i < group.tiles; ++i) shifts[i][half] = hn::Sub(shifts[i][half], least);
+      hn::StoreU(pow2(least), kF, static_cast<Weights*>(group.weights[0])->factor + half * kLanes);
+    }
+    for (std::size_t i = 0; i < group.tiles; ++i) {
+      auto* p = static_cast<Weights*>(group.weights[i]);
+      for (std::size_t quad = 0; quad < kBlockSize / 4; ++quad) {
+        for (std::size_t half = 0; half < 2; ++half) {
+          std::uint32_t* at = p->codes + quad * kBlockSize + half * kLanes;
+          hn::StoreU(hn::Shl(hn::LoadU(kU, at), hn::BitCast(kU, shifts[i][half])), kU, at);
+        }
+      }
+    }
+    return true;
+  }
+
+  MXFLASH_VNNI static HWY_INLINE void add_whole(const Group& group, std::size_t d, std::size_t padded, float* c) {
+    Int8Tile tile;
+    tile.start(hn::Zero(kI), hn::Zero(kI));
+    for (std::size_t i = 0; i < group.tiles; ++i) {
+      tile.add<Int8Tile::UnsignedLanes>(static_cast<const std::uint8_t*>(group.values[i]) + d * kBlockSize, kBlockSize,
+                                        static_cast<const Weights*>(group.weights[i])->codes, kBlockSize / 4);
+    }
+    tile.scale_into(static_cast<const Weights*>(group.weights[0])->factor, scales_of(group.values[0], padded) + 2 * d, 2,
+                    1.0F, c);
+  }
+  MXFLASH_VNNI static void add_tiles(const Group& group, std::size_t d, std::size_t padded, float* c) {
+    if (group.tiles == 1) {
+      add_tile(group, 0, d, padded, c);
+      return;
+    }
+    alignas(64) float sum[Int8Tile::kRows * kBlockSize] = {};
+    for (std::size_t i = 0; i < group.tiles; ++i) add_tile(group, i, d, padded, sum);
+    for (std::size_t i = 0; i < Int8Tile::kRows * kBlockSize; i += kLanes) {
+      hn::Store(hn::Add(hn::Load(kF, c + i), hn::Load(kF, sum + i)), kF, c + i);
+    }
+  }
+  MXFLASH_VNNI static HWY_INLINE void add_tile(const Group& group, std::size_t i, std::size_t d, std::size_t padded,
+                                               float* c) {
+    const auto* values = static_cast<const std::uint8_t*>(group.values[i]);
+    const auto* p = static_cast<const Weights*>(group.weights[i]);
+    const float* scales = scales_of(group.values[i], padded) + 2 * d;
     bool halves = false;
     for (std::size_t r = 0; r < Int8Tile::kRows; ++r) halves = halves || scales[2 * r] != scales[2 * r + 1];
     const std::size_t parts = halves ? 2 : 1;

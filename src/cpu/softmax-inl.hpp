@@ -48,6 +48,7 @@ struct WeightRule {
   bool is_e2m1 = false;
   float unit = 1;
   bool counts_plain = false;
+  bool early = false;  ///< E2M1 in groups: codes may be made before the row's maximum is known.
 };
 
 struct ExactExponential {
