@@ -53,8 +53,10 @@ class ForwardUnit : private Unit {
 
   void read_keys(std::size_t tile) {
     Fresh fresh;
+    fetch_rows(*plan_.v_o.tensor, key_place(tile), 0, kBlockSize);
     load_keys<Scores>(tile, key_place(tile), fresh);
     Scores::put_keys(fresh.block, d_, work_.staging.data(), key_block<Scores>(tile));
+    if (tile + 1 < tiles_) fetch_rows(*plan_.k_s.tensor, key_place(tile + 1), 0, kBlockSize);
     load_values(plan_.v_o, tile, v_folds(tile), work_.v_columns.data());
     if (plan_.has_o_cut) load_values(plan_.v_o_cut, tile, v_cut_folds(tile), work_.v_cut.data());
   }
@@ -67,10 +69,14 @@ class ForwardUnit : private Unit {
     Scores::put_queries(fresh.block, d_, work_.q_columns.data());
     start_block(query);
     score_block<Scores>([&](std::size_t index, const Tile& tile) { return begin_early(index, tile); });
+    fetch_output(out.o, plan_.value_dim, plan_.heads, place);
     // A few tiles at a time, so that P is multiplied while it is in the first cache; whole groups of them.
     for (std::size_t begin = first_tile_, end = 0; begin < end_tile_ || begin == first_tile_; begin = end) {
       end = HWY_MIN(begin + Out::kTiles - tile_number(begin) % Out::kTiles, end_tile_);
-      for (std::size_t index = begin; index < end; ++index) weigh_values(index);
+      for (std::size_t index = begin; index < end; ++index) {
+        weigh_values(index);
+        fetch_queries(head, query + kBlockRows, index - first_tile_);
+      }
       Out::run(work_.left.data() + begin, work_.right.data() + begin, end - begin, dv_,
                begin == first_tile_ ? 0.0F : 1.0F, work_.product.data());
       if (end == begin) break;
@@ -78,9 +84,16 @@ class ForwardUnit : private Unit {
     finish_forward(out, place, fresh.block);
   }
 
+  /// A share of the next block of queries: all of it at once would wait for the memory.
+  void fetch_queries(std::int64_t head, std::int64_t query, std::size_t step) {
+    const std::size_t steps = end_tile_ - first_tile_;
+    if (query >= item_.query_end) return;
+    fetch_rows(*plan_.q_s.tensor, query_place(head, query), step * kBlockSize / steps, (step + 1) * kBlockSize / steps);
+  }
+
   bool begin_early(std::size_t index, const Tile& tile) {
-    const TileOperands of{key_block<Scores>(index), work_.q_columns.data(), static_cast<std::size_t>(plan_.head_dim), d_,
-                          plan_.logit_factor};
+    const TileOperands of{key_block<Scores>(index), work_.q_columns.data(), static_cast<std::size_t>(plan_.head_dim),
+                          d_, plan_.logit_factor};
     return Out::template begin_early<Scores>(rule_at(tile), tile, of, weights_of(index), rows_);
   }
 

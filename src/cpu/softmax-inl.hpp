@@ -89,9 +89,10 @@ class RoundedExponential {
 
 #if HWY_TARGET == HWY_AVX3
 
-/// Codes of E2M1 without an exponential: t against the logarithm of the tie between two codes. Half octaves hold one tie
-/// each at most, and 16 of them are all there are below 3, beyond which no weight lies. The thresholds are the largest
-/// FP32 numbers whose 2^t, rounded to FP32, still has the lower code: what the exact exponential gives, bit for bit.
+/// Codes of E2M1 without an exponential: t against the logarithm of the tie between two codes. Half octaves hold one
+/// tie each at most, and 16 of them are all there are below 3, beyond which no weight lies. The thresholds are the
+/// largest FP32 numbers whose 2^t, rounded to FP32, still has the lower code: what the exact exponential gives, bit for
+/// bit.
 class E2m1Logarithm {
  public:
   using Exponential = ExactExponential;
@@ -375,14 +376,14 @@ struct Weighed {
 };
 
 template <class Codes>
-HWY_INLINE Weighed weigh_key(const WeightRule& rule, const Codes& codes, const TileScales& scales,
-                             const Tile& tile, std::size_t key, std::size_t lane, VF t, const Rows& rows) {
+HWY_INLINE Weighed weigh_key(const WeightRule& rule, const Codes& codes, const TileScales& scales, const Tile& tile,
+                             std::size_t key, std::size_t lane, VF t, const Rows& rows) {
   const std::int32_t fold = tile.folds == nullptr ? 0 : tile.folds[key];
   const VF code = codes.of(hn::Sub(t, hn::LoadU(kF, scales.log2_divisor + lane)), key / 2);
   const VF p = hn::Mul(code, hn::LoadU(kF, scales.factor + lane));
   const VF s = hn::Sub(t, hn::Set(kF, static_cast<float>(fold)));
-  const VF plain =
-      hn::Mul(Codes::Exponential::of(hn::Sub(s, hn::LoadU(kF, rows.reference_s + lane)), key / 2), hn::Set(kF, rule.unit));
+  const VF plain = hn::Mul(Codes::Exponential::of(hn::Sub(s, hn::LoadU(kF, rows.reference_s + lane)), key / 2),
+                           hn::Set(kF, rule.unit));
   VF counted = hn::Mul(p, pow2(hn::Sub(hn::LoadU(kI, rows.shift + lane), hn::Set(kI, fold))));
   if (tile.folds != nullptr && rule.smallest_normal > 0) {
     const VF light = hn::Set(kF, static_cast<float>(fold + kLightFold));
@@ -409,8 +410,7 @@ HWY_INLINE void weigh_any(const WeightRule& rule, const TileScales& scales, cons
     for (std::size_t pair = 0; pair < kBlockSize / 2; ++pair) {
       const float* at = tile_scores + 2 * pair * kBlockSize + lane;
       const Weighed even = weigh_key(rule, codes, scales, tile, 2 * pair, lane, hn::Load(kF, at), rows);
-      const Weighed odd =
-          weigh_key(rule, codes, scales, tile, 2 * pair + 1, lane, hn::Load(kF, at + kBlockSize), rows);
+      const Weighed odd = weigh_key(rule, codes, scales, tile, 2 * pair + 1, lane, hn::Load(kF, at + kBlockSize), rows);
       sum = hn::Add(hn::Add(sum, even.counted), odd.counted);
       plain_sum = hn::Add(hn::Add(plain_sum, even.plain), odd.plain);
       sink.put(pair, lane, {even.code, odd.code, even.p, odd.p, even.counted, odd.counted});

@@ -395,6 +395,43 @@ TEST(Cpu, C1_NoLeakOfATokenBeyondFp32) {
   }
 }
 
+/// A tile may be multiplied as one integer sum or block by block, a group of tiles likewise, as the scales of all its
+/// tokens allow: a later token decides, but no earlier row may show it.
+TEST(Cpu, C1_EarlierRowsDoNotShowHowTheirTileWasMultiplied) {
+  constexpr std::int64_t kLast = 126;  // the last token of the last of four blocks, which are one group
+  for (const std::string_view name : {"mxattention", "mxfp4-leaky", "mxfp4-diagonal"}) {
+    const Recipe recipe = test::recipe_named(name);
+    const bool exact = recipe.o.cut.has_value();
+    const Case before = test::random_case(test::pack_self({kLast + 1}), {2, 1, 128, 128}, DType::f32, 47);
+    const auto changed = [&](float q, float k, float v) {
+      Case after = before;
+      // The same in all dims is one large element and small ones after the rotation: scales far apart.
+      test::set_row(after.q, kLast, 0, q);
+      test::set_row(after.k, kLast, 0, k);
+      test::set_row(after.v, kLast, 0, v);
+      after.q.set(kLast * 256 + 5, -q);
+      after.k.set(kLast * 128 + 5, -k);
+      return after;
+    };
+    const std::vector<Case> cases{changed(30, 1, 1), changed(3e4F, 1, 1), changed(1, 3e4F, 1), changed(1, 1, 3e4F),
+                                  changed(1e-20F, 1e-20F, 1e-20F), changed(0, 0, 0), changed(1e30F, 1e30F, 1e30F)};
+    for (const cpu::InstructionSet& set : sets_here()) {
+      Options options = test::two_threads();
+      options.engine = fmt::format("cpu:{}", set.name);
+      const ForwardResult was = test::forward(before, recipe, options);
+      for (std::size_t i = 0; i < cases.size(); ++i) {
+        const ForwardResult is = test::forward(cases[i], recipe, options);
+        // Where V is scaled along keys on cut tiles too, its later keys leak into their own block.
+        const std::int64_t end = exact ? kLast : kLast / kBlock * kBlock;
+        EXPECT_TRUE(test::same_bits(test::rows_of(is.o, 0, end), test::rows_of(was.o, 0, end)))
+            << name << " on " << options.engine << ", case " << i;
+        EXPECT_TRUE(test::same_bits(test::rows_of(is.lse, 0, kLast), test::rows_of(was.lse, 0, kLast)))
+            << name << " on " << options.engine << ", case " << i;
+      }
+    }
+  }
+}
+
 /// q, k, v and dO of a trained model: as many of its tokens as the slowest instruction set takes in a second.
 TEST(Cpu, ARealLayer) {
   constexpr std::int64_t kTokens = 200;
