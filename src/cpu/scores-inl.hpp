@@ -1,4 +1,5 @@
-// How S = Q K^T and O = P V are multiplied on decoded values; int8-inl.hpp has the same on codes.
+// How S = Q K^T and O = P V are multiplied on decoded values; int8-inl.hpp and int8_output-inl.hpp do
+// on codes.
 #if defined(MXFLASH_CPU_SCORES_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef MXFLASH_CPU_SCORES_INL
 #undef MXFLASH_CPU_SCORES_INL
