@@ -15,7 +15,11 @@ namespace mxflash::cpu::HWY_NAMESPACE {
 
 #if HWY_TARGET == HWY_AVX3
 
-#define MXFLASH_VNNI __attribute__((target("avx512vnni")))
+/// sum += four products of bytes in each word (VNNI). Not the intrinsic: of that, g++ 12 copies each sum twice a step,
+/// and runs out of registers.
+HWY_INLINE void add_dot(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+}
 
 /// The codes times `factors` [blocks of `width` dims][32], as bytes: word [d / 4][lane] holds four dims, each plus
 /// `bias`.
@@ -96,10 +100,6 @@ class Int8Tile {
   }
 
  private:
-  /// Not the intrinsic: of that, g++ 12 copies each sum twice a step, and runs out of registers.
-  static HWY_INLINE void add_dot(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
-  }
   static HWY_INLINE __m512i word_of(const std::uint8_t* bytes) {
     std::int32_t word = 0;
     __builtin_memcpy(&word, bytes, sizeof word);
@@ -189,8 +189,7 @@ struct Int8Scores {
       hn::StoreU(whole, kI, t->whole_bias + lane);
     }
   }
-  MXFLASH_VNNI static void run(const std::byte* keys, const std::byte* queries, std::size_t dims, std::size_t padded,
-                               float* c) {
+  static void run(const std::byte* keys, const std::byte* queries, std::size_t dims, std::size_t padded, float* c) {
     const auto* a = reinterpret_cast<const std::uint8_t*>(keys);
     const auto* b = reinterpret_cast<const std::uint32_t*>(queries);
     const Tail* of_keys = tail(keys, padded);
@@ -215,7 +214,7 @@ struct Int8Scores {
            __builtin_fabsf(of.logit_factor) <= kMostFactor && __builtin_fabsf(of.logit_factor) >= 1.0F / kMostFactor;
   }
   /// Logits t [32][32], and by lane the largest of them: the bits that `run` and `score_tile` give.
-  MXFLASH_VNNI static void run_shifted(const TileOperands& of, float* t, float* largest) {
+  static void run_shifted(const TileOperands& of, float* t, float* largest) {
     const auto* a = reinterpret_cast<const std::uint8_t*>(of.keys);
     const auto* b = reinterpret_cast<const std::uint32_t*>(of.queries);
     const Tail* of_keys = tail(of.keys, of.padded);

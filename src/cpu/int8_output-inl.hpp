@@ -102,8 +102,8 @@ struct Int8Output {
   }
   /// P of a tile whose keys are visible to all rows and do not fold: all of it that does not depend on the rows'
   /// maxima.
-  MXFLASH_VNNI static void encode(const WeightRule& rule, const float* t, const float* largest, Weights* out) {
-    const __m512i ones = _mm512_set1_epi8(1);
+  static void encode(const WeightRule& rule, const float* t, const float* largest, Weights* out) {
+    const VI ones = hn::Set(kI, 0x01010101);
     VI low[4];
     VI high[4];
     for (std::size_t i = 0; i < 4; ++i) {
@@ -119,7 +119,7 @@ struct Int8Output {
           const VF of_key = hn::Load(kF, t + (4 * quad + i) * kBlockSize + lane);
           word = hn::Or(word, E2m1Logarithm::look_up(E2m1Logarithm::place(hn::Sub(of_key, divisor)), low[i], high[i]));
         }
-        sum.raw = _mm512_dpbusd_epi32(sum.raw, word.raw, ones);
+        add_dot(sum.raw, word.raw, ones.raw);
         hn::StoreU(hn::BitCast(kU, word), kU, out->codes + quad * kBlockSize + lane);
       }
       hn::StoreU(divisor, kF, out->log2_divisor + lane);
@@ -188,8 +188,8 @@ struct Int8Output {
     const std::uint32_t word = reinterpret_cast<const Weights*>(tile)->codes[key / 4 * kBlockSize + lane];
     return (word >> (8 * (key % 4)) & 0xFFU) == 0;
   }
-  MXFLASH_VNNI static void run(const void* const* values, void* const* weights, std::size_t tiles, std::size_t padded,
-                               float initial, float* c) {
+  static void run(const void* const* values, void* const* weights, std::size_t tiles, std::size_t padded, float initial,
+                  float* c) {
     if (initial == 0.0F) {
       for (std::size_t i = 0; i < padded * kBlockSize; i += kLanes) hn::Store(hn::Zero(kF), kF, c + i);
     }
@@ -288,7 +288,7 @@ struct Int8Output {
     return true;
   }
 
-  MXFLASH_VNNI static HWY_INLINE void add_whole(const Group& group, std::size_t d, std::size_t padded, float* c) {
+  static HWY_INLINE void add_whole(const Group& group, std::size_t d, std::size_t padded, float* c) {
     Int8Tile tile;
     tile.start(hn::Zero(kI), hn::Zero(kI));
     for (std::size_t i = 0; i < group.tiles; ++i) {
@@ -298,7 +298,7 @@ struct Int8Output {
     tile.scale_into(static_cast<const Weights*>(group.weights[0])->factor, scales_of(group.values[0], padded) + 2 * d,
                     2, 1.0F, c);
   }
-  MXFLASH_VNNI static void add_tiles(const Group& group, std::size_t d, std::size_t padded, float* c) {
+  static void add_tiles(const Group& group, std::size_t d, std::size_t padded, float* c) {
     if (group.tiles == 1) {
       add_tile(group, 0, d, padded, c);
       return;
@@ -309,8 +309,7 @@ struct Int8Output {
       hn::Store(hn::Add(hn::Load(kF, c + i), hn::Load(kF, sum + i)), kF, c + i);
     }
   }
-  MXFLASH_VNNI static HWY_INLINE void add_tile(const Group& group, std::size_t i, std::size_t d, std::size_t padded,
-                                               float* c) {
+  static HWY_INLINE void add_tile(const Group& group, std::size_t i, std::size_t d, std::size_t padded, float* c) {
     const auto* values = static_cast<const std::uint8_t*>(group.values[i]);
     const auto* p = static_cast<const Weights*>(group.weights[i]);
     const float* scales = scales_of(group.values[i], padded) + 2 * d;
