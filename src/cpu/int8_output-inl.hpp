@@ -259,29 +259,34 @@ struct Int8Output {
   }
   /// Shifts the codes of P to the least scale of a row in the group, where all rows allow it.
   static bool shift_weights(const Group& group) {
-    VI shifts[kGroup][2];
+    VI exponents[kGroup][2];
+    VI least[2] = {hn::Set(kI, 127), hn::Set(kI, 127)};
+    auto bad = hn::Gt(hn::Zero(kI), hn::Zero(kI));
     for (std::size_t half = 0; half < 2; ++half) {
-      VI least = hn::Set(kI, 127);
       VI most = hn::Set(kI, -127);
       for (std::size_t i = 0; i < group.tiles; ++i) {
         const auto* p = static_cast<const Weights*>(group.weights[i]);
         if (!p->early) return false;
         const VI bits = hn::BitCast(kI, hn::LoadU(kF, p->factor + half * kLanes));
-        shifts[i][half] = hn::Sub(hn::ShiftRight<23>(bits), hn::Set(kI, 127));
-        least = hn::Min(least, shifts[i][half]);
-        most = hn::Max(most, shifts[i][half]);
+        exponents[i][half] = hn::Sub(hn::ShiftRight<23>(bits), hn::Set(kI, 127));
+        least[half] = hn::Min(least[half], exponents[i][half]);
+        most = hn::Max(most, exponents[i][half]);
       }
-      const auto apart = hn::Gt(hn::Sub(most, least), hn::Set(kI, kMostWeightShift));
-      if (!hn::AllFalse(kI, hn::Or(apart, hn::Lt(least, hn::Set(kI, kLeastExponent))))) return false;
-      for (std::size_t i = 0; i < group.tiles; ++i) shifts[i][half] = hn::Sub(shifts[i][half], least);
-      hn::StoreU(pow2(least), kF, static_cast<Weights*>(group.weights[0])->factor + half * kLanes);
+      const auto apart = hn::Gt(hn::Sub(most, least[half]), hn::Set(kI, kMostWeightShift));
+      bad = hn::Or(bad, hn::Or(apart, hn::Lt(least[half], hn::Set(kI, kLeastExponent))));
+    }
+    // Nothing is changed before all rows have allowed it.
+    if (!hn::AllFalse(kI, bad)) return false;
+    for (std::size_t half = 0; half < 2; ++half) {
+      hn::StoreU(pow2(least[half]), kF, static_cast<Weights*>(group.weights[0])->factor + half * kLanes);
     }
     for (std::size_t i = 0; i < group.tiles; ++i) {
       auto* p = static_cast<Weights*>(group.weights[i]);
       for (std::size_t quad = 0; quad < kBlockSize / 4; ++quad) {
         for (std::size_t half = 0; half < 2; ++half) {
           std::uint32_t* at = p->codes + quad * kBlockSize + half * kLanes;
-          hn::StoreU(hn::Shl(hn::LoadU(kU, at), hn::BitCast(kU, shifts[i][half])), kU, at);
+          const VI shift = hn::Sub(exponents[i][half], least[half]);
+          hn::StoreU(hn::Shl(hn::LoadU(kU, at), hn::BitCast(kU, shift)), kU, at);
         }
       }
     }

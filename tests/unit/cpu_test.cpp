@@ -463,31 +463,35 @@ TEST(Cpu, C1_EarlierRowsDoNotShowHowTheirTileWasMultiplied) {
       after.k.set(kLast * 128 + 5, -k);
       return after;
     };
-    const std::vector<Case> cases{changed(30, 1, 1),
-                                  changed(3e4F, 1, 1),
-                                  changed(1, 3e4F, 1),
-                                  changed(1, 1, 3e4F),
-                                  changed(1e-20F, 1e-20F, 1e-20F),
-                                  changed(0, 0, 0),
-                                  changed(1e30F, 1e30F, 1e30F)};
+    std::vector<Case> cases{before,
+                            changed(30, 1, 1),
+                            changed(3e4F, 1, 1),
+                            changed(1, 3e4F, 1),
+                            changed(1, 1, 3e4F),
+                            changed(1e-20F, 1e-20F, 1e-20F),
+                            changed(0, 0, 0),
+                            changed(1e30F, 1e30F, 1e30F)};
+    // Wide logits under near scales of q: those of P lie apart, in the second half of the block.
+    cases.push_back(before);
+    for (std::int64_t i = kLast * 256; i < (kLast + 1) * 256; ++i) cases.back().q.set(i, 40.0F * before.q.at(i));
     for (const cpu::InstructionSet& set : sets_here()) {
       Options options = test::two_threads();
       options.engine = fmt::format("cpu:{}", set.name);
-      // Statistics need the logits, so every tile is multiplied the general way.
-      options.statistics = true;
-      const ForwardResult general = test::forward(before, recipe, options);
+      // Statistics need the logits, so that every tile is multiplied the general way.
+      Options general = options;
+      general.statistics = true;
       options.statistics = false;
       const ForwardResult was = test::forward(before, recipe, options);
-      EXPECT_TRUE(test::same_bits(was.o, general.o)) << name << " on " << options.engine;
-      EXPECT_TRUE(test::same_bits(was.lse, general.lse)) << name << " on " << options.engine;
       for (std::size_t i = 0; i < cases.size(); ++i) {
+        const std::string where = fmt::format("{} on {}, case {}", name, options.engine, i);
         const ForwardResult is = test::forward(cases[i], recipe, options);
+        const ForwardResult generally = test::forward(cases[i], recipe, general);
+        EXPECT_TRUE(test::same_bits(is.o, generally.o)) << where;
+        EXPECT_TRUE(test::same_bits(is.lse, generally.lse)) << where;
         // Where V is scaled along keys on cut tiles too, its later keys leak into their own block.
         const std::int64_t end = exact ? kLast : kLast / kBlock * kBlock;
-        EXPECT_TRUE(test::same_bits(test::rows_of(is.o, 0, end), test::rows_of(was.o, 0, end)))
-            << name << " on " << options.engine << ", case " << i;
-        EXPECT_TRUE(test::same_bits(test::rows_of(is.lse, 0, kLast), test::rows_of(was.lse, 0, kLast)))
-            << name << " on " << options.engine << ", case " << i;
+        EXPECT_TRUE(test::same_bits(test::rows_of(is.o, 0, end), test::rows_of(was.o, 0, end))) << where;
+        EXPECT_TRUE(test::same_bits(test::rows_of(is.lse, 0, kLast), test::rows_of(was.lse, 0, kLast))) << where;
       }
     }
   }
