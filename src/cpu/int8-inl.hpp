@@ -39,10 +39,11 @@ HWY_INLINE void pack_quads(const TokenBlock& block, const float* factors, std::i
   }
 }
 
-/// 8 rows of A against 32 lanes of B in int32: word by word, one unsigned byte by one signed.
-class Int8Tile {
+/// Rows of A against 32 lanes of B in int32: word by word, one unsigned byte by one signed.
+template <std::size_t Rows>
+class Int8Sums {
  public:
-  static constexpr std::size_t kRows = 8;
+  static constexpr std::size_t kRows = Rows;
 
   HWY_INLINE void start(VI low, VI high) {
     for (std::size_t r = 0; r < kRows; ++r) {
@@ -70,7 +71,7 @@ class Int8Tile {
       }
     }
   }
-  /// t [8][32] = sums times `lanes` times `rows` [8], and `largest` [2] the larger of itself and those.
+  /// t [rows][32] = sums times `lanes` times `rows`, and `largest` [2] the larger of itself and those.
   HWY_INLINE void scale_to(const VF* lanes, const float* rows, float* t, VF* largest) const {
     for (std::size_t r = 0; r < kRows; ++r) {
       const VF by_row = hn::Set(kF, rows[r]);
@@ -82,7 +83,17 @@ class Int8Tile {
       hn::Store(high, kF, t + r * kBlockSize + kLanes);
     }
   }
-  /// c [8][32] = `initial` c + sums times `lanes` [32] times `rows`.
+  /// low, high [rows] += sums times `lanes` [32] times `rows`.
+  HWY_INLINE void add_scaled(const float* lanes, const float* rows, std::size_t row_stride, VF* low, VF* high) const {
+    const VF by_low = hn::LoadU(kF, lanes);
+    const VF by_high = hn::LoadU(kF, lanes + kLanes);
+    for (std::size_t r = 0; r < kRows; ++r) {
+      const VF by_row = hn::Set(kF, rows[r * row_stride]);
+      low[r] = hn::MulAdd(hn::Mul(hn::ConvertTo(kF, low_[r]), by_low), by_row, low[r]);
+      high[r] = hn::MulAdd(hn::Mul(hn::ConvertTo(kF, high_[r]), by_high), by_row, high[r]);
+    }
+  }
+  /// c [rows][32] = `initial` c + sums times `lanes` [32] times `rows`.
   HWY_INLINE void scale_into(const float* lanes, const float* rows, std::size_t row_stride, float initial,
                              float* c) const {
     const VF by_low = hn::LoadU(kF, lanes);
@@ -109,6 +120,9 @@ class Int8Tile {
   VI low_[kRows];
   VI high_[kRows];
 };
+
+/// As many rows as registers hold.
+using Int8Tile = Int8Sums<8>;
 
 /// A block of keys: codes [32][padded dims] as bytes, biased to be unsigned, and scales [blocks][32]. A block of
 /// queries: codes [dims / 4][32][4], a quarter of the scales, and what the keys' bias adds, negative, [blocks][32].

@@ -210,6 +210,7 @@ struct Int8Output {
   }
 
  private:
+  using HalfTile = Int8Sums<Int8Tile::kRows / 2>;
   struct Base {
     std::int32_t exponent = 0;
     bool joins = true;
@@ -303,31 +304,35 @@ struct Int8Output {
     tile.scale_into(static_cast<const Weights*>(group.weights[0])->factor, scales_of(group.values[0], padded) + 2 * d,
                     2, 1.0F, c);
   }
-  static void add_tiles(const Group& group, std::size_t d, std::size_t padded, float* c) {
-    if (group.tiles == 1) {
-      add_tile(group, 0, d, padded, c);
-      return;
-    }
-    alignas(64) float sum[Int8Tile::kRows * kBlockSize] = {};
-    for (std::size_t i = 0; i < group.tiles; ++i) add_tile(group, i, d, padded, sum);
-    for (std::size_t i = 0; i < Int8Tile::kRows * kBlockSize; i += kLanes) {
-      hn::Store(hn::Add(hn::Load(kF, c + i), hn::Load(kF, sum + i)), kF, c + i);
+  /// Tile by tile, so few rows that their FP32 sums stay in registers as well.
+  static HWY_INLINE void add_tiles(const Group& group, std::size_t d, std::size_t padded, float* c) {
+    for (std::size_t row = 0; row < Int8Tile::kRows; row += HalfTile::kRows) {
+      VF low[HalfTile::kRows];
+      VF high[HalfTile::kRows];
+      for (std::size_t r = 0; r < HalfTile::kRows; ++r) low[r] = high[r] = hn::Zero(kF);
+      for (std::size_t i = 0; i < group.tiles; ++i) add_tile(group, i, d + row, padded, low, high);
+      for (std::size_t r = 0; r < HalfTile::kRows; ++r) {
+        float* at = c + (row + r) * kBlockSize;
+        hn::Store(hn::Add(hn::Load(kF, at), low[r]), kF, at);
+        hn::Store(hn::Add(hn::Load(kF, at + kLanes), high[r]), kF, at + kLanes);
+      }
     }
   }
-  static HWY_INLINE void add_tile(const Group& group, std::size_t i, std::size_t d, std::size_t padded, float* c) {
+  static HWY_INLINE void add_tile(const Group& group, std::size_t i, std::size_t d, std::size_t padded, VF* low,
+                                  VF* high) {
     const auto* values = static_cast<const std::uint8_t*>(group.values[i]);
     const auto* p = static_cast<const Weights*>(group.weights[i]);
     const float* scales = scales_of(group.values[i], padded) + 2 * d;
     bool halves = false;
-    for (std::size_t r = 0; r < Int8Tile::kRows; ++r) halves = halves || scales[2 * r] != scales[2 * r + 1];
+    for (std::size_t r = 0; r < HalfTile::kRows; ++r) halves = halves || scales[2 * r] != scales[2 * r + 1];
     const std::size_t parts = halves ? 2 : 1;
     const std::size_t words = kBlockSize / 4 / parts;
     for (std::size_t part = 0; part < parts; ++part) {
-      Int8Tile tile;
+      HalfTile tile;
       tile.start(hn::Zero(kI), hn::Zero(kI));
-      tile.add<Int8Tile::UnsignedLanes>(values + d * kBlockSize + part * kBlockSize / 2, kBlockSize,
+      tile.add<HalfTile::UnsignedLanes>(values + d * kBlockSize + part * kBlockSize / 2, kBlockSize,
                                         p->codes + part * words * kBlockSize, words);
-      tile.scale_into(p->factor, scales + part, 2, 1.0F, c);
+      tile.add_scaled(p->factor, scales + part, 2, low, high);
     }
   }
 };
