@@ -452,7 +452,7 @@ TEST(Cpu, C1_EarlierRowsDoNotShowHowTheirTileWasMultiplied) {
     const bool exact = recipe.o.cut.has_value();
     Case before = test::random_case(test::pack_self({kLast + 1}), {2, 1, 128, 128}, DType::f32, 47);
     // The second group is small beside the first, so that its bits show in which order it was added.
-    for (std::int64_t i = 0; i < 128 * 128; ++i) before.v.set(i, 1e5F * before.v.at(i));
+    for (std::int64_t i = 0; i < std::int64_t{128} * 128; ++i) before.v.set(i, 1e5F * before.v.at(i));
     const auto changed = [&](float q, float k, float v) {
       Case after = before;
       // The same in all dims is one large element and small ones after the rotation: scales far apart.
