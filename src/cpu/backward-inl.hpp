@@ -9,6 +9,7 @@
 
 #include "cpu/gradients-inl.hpp"
 #include "cpu/key_gradients-inl.hpp"
+#include "cpu/prescale-inl.hpp"
 #include "cpu/unit-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -19,15 +20,17 @@ template <class Multiply, class Scores>
 class BackwardUnit : private Unit {
  public:
   BackwardUnit(const Plan& plan, const Item& item, Workspace& work, Counts& counts)
-      : Unit(plan, item, work), counts_(counts) {}
+      : Unit(plan, item, work), counts_(counts), prescale_(plan, item, work) {}
 
   void run(const Backward& out) {
     Multiply::begin();
     prepare();
+    if (prescale_.is_on()) prescale_.read_keys();
     for (std::size_t tile = 0; tile < tiles_; ++tile) read_keys(tile);
     count_poisoned();
     for (std::int64_t head = first_head(); head < end_head(); ++head) {
       dout_base_ = base_of_dout(head);
+      if (prescale_.is_on()) prescale_.read_queries(head);
       for (std::int64_t query = item_.query_begin; query < item_.query_end; query += kStripRows) {
         backward_strip(out, head, query);
       }
@@ -166,13 +169,12 @@ class BackwardUnit : private Unit {
     load_queries(place, block);
     states_[block].first_tile = first_tile_;
     states_[block].end_tile = end_tile_;
-    score_block<Scores>();
+    score_block<Scores>([](std::size_t /*index*/, const Tile& /*tile*/) { return false; });
     for (std::size_t index = first_tile_; index < end_tile_; ++index) {
       const Tile tile = tile_at(index);
       weigh_tile(rule_at(tile), tile, scores(index), CountsSink{scores(index)}, rows_);
     }
     measured_ = -1;
-    load_lse_gradients(place);
     note_nan(place);
     take_sums(place);
     differentiate(block);
@@ -202,6 +204,8 @@ class BackwardUnit : private Unit {
     pairs = at<Element>(work_.do_pairs, block * dv_ * kBlockSize);
     load(plan_.dout_dp, place, length, tokens);
     for (std::size_t lane = 0; lane < kBlockSize; ++lane) dout_poisoned_[lane] = tokens.poisoned[lane];
+    load_lse_gradients(place);
+    if (prescale_.is_on()) prescale_.find(tokens, rows_.end, dlse_);
     const bool dout_shared = plan_.dout_shared && plan_.dout_dv.folds;
     if (dout_shared) put_dout(tokens, pairs);
     apply_exponents(tokens);
@@ -506,20 +510,42 @@ class BackwardUnit : private Unit {
     if (plan_.statistics) count_gradients(counts_.weights, ds, values, static_cast<int>(kTileSize));
   }
 
-  void store_query_gradient(const Backward& out, const TokenPlace& place) {
+  /// dQ of tiles [begin, end).
+  void multiply_query_gradient(std::size_t begin, std::size_t end, float* c) {
     Product product;
     product.m = d_;
     product.n = kBlockSize;
     product.k = kBlockSize;
-    product.segments = end_tile_ - first_tile_;
-    product.a = work_.left.data() + first_tile_;
-    product.b = work_.right.data() + first_tile_;
-    product.c = work_.product.data();
+    product.segments = end - begin;
+    product.a = work_.left.data() + begin;
+    product.b = work_.right.data() + begin;
+    product.c = c;
     Multiply::run(product);
+  }
+
+  /// Tiles of 128 keys, counted from key 0 of the document, add up in FP16.
+  void sum_in_f16(std::size_t dims, float* sum) {
+    for (std::size_t i = 0; i < dims * kBlockSize; i += kLanes) hn::Store(hn::Zero(kF), kF, sum + i);
+    float* part = work_.block.data();
+    for (std::size_t begin = first_tile_, end = begin; begin < end_tile_; begin = end) {
+      while (end < end_tile_ && first_key(end) / kStripRows == first_key(begin) / kStripRows) ++end;
+      multiply_query_gradient(begin, end, part);
+      prescale_.add(part, plan_.dq_factor, dims, sum);
+    }
+    prescale_.take_back(dims, sum);
+  }
+
+  void store_query_gradient(const Backward& out, const TokenPlace& place) {
     const auto dims = static_cast<std::size_t>(plan_.head_dim);
-    unrotate(plan_, product.c, dims);
-    if (plan_.dq_factor != 1.0F) scale_all(product.c, dims, plan_.dq_factor);
-    store_block(out.dq, product.c, dims, plan_.heads, place, ds_nan_, work_.rows.data());
+    float* dq = work_.product.data();
+    if (prescale_.is_on()) {
+      sum_in_f16(dims, dq);
+    } else {
+      multiply_query_gradient(first_tile_, end_tile_, dq);
+    }
+    unrotate(plan_, dq, dims);
+    if (plan_.dq_factor != 1.0F && !prescale_.is_on()) scale_all(dq, dims, plan_.dq_factor);
+    store_block(out.dq, dq, dims, plan_.heads, place, ds_nan_, work_.rows.data());
   }
 
   /// dK and dV of the tiles that the strip sees.
@@ -556,6 +582,7 @@ class BackwardUnit : private Unit {
   }
 
   Counts& counts_;
+  DqPrescale prescale_;
   BlockState states_[kStripBlocks];
   std::int32_t dout_base_ = 0;
   std::int32_t dout_exponent_[kBlockSize] = {};

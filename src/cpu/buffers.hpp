@@ -45,11 +45,13 @@ struct Workspace {
   Buffer<float> codes;                      ///< Of dS, one tile.
   Buffer<float> k_largest;                  ///< Of |k|, by block of keys.
   Buffer<float> product;                    ///< dims x 32.
+  Buffer<double> v_most, k_most;            ///< Running maxima by key, of |v| and |k|: for an FP16 dQ.
   Buffer<float> dk, dv;                     ///< keys x dims.
   Buffer<std::int32_t> folds;               ///< Exponents by key: of v, v_cut, k, k_cut.
   Buffer<std::int32_t> key_nan;             ///< By key: whether dK, dV are NaN.
   Buffer<std::int32_t> poisoned;            ///< Running counts by key: of k, of v.
-  Buffer<const void*> left, right;          ///< Operands of a multiply, by block.
+  Buffer<const void*> left;                 ///< Operands of a multiply, by block.
+  Buffer<void*> right;
 };
 
 }  // namespace mxflash::cpu

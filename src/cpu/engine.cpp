@@ -114,10 +114,6 @@ class BackwardItems {
 
 Status supports(const InstructionSet& set, const Recipe& recipe) {
   if (Status status = validate(recipe); !status.ok()) return status;
-  if (recipe.dq_accumulation != DqAccumulation::f32) {
-    return unsupported(
-        "dq_accumulation: an FP16 sum given, f32 allowed (FP16 sums are of devices; the reference has them)");
-  }
   const bool tensor_o = recipe.o.cut && recipe.o.tokens.quantized() && recipe.o.tokens.block == Block::tensor();
   const bool tensor_dq = recipe.dq.cut && recipe.dq.tokens.quantized() && recipe.dq.tokens.block == Block::tensor();
   if (tensor_o || tensor_dq) {

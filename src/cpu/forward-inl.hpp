@@ -44,12 +44,19 @@ class ForwardUnit : private Unit {
     note_poisoned(fresh.block, v_poisoned() + tile * kBlockSize);
     Out::put_values(operand, fresh.random, fresh.strip_maximum, dv_, fresh.block, out + tile * Out::value_bytes(dv_));
     if (operand.folds) note_folds(fresh.block, place.count, folds);
+    // The group of blocks that O adds up first is there.
+    const std::size_t before = tile_number(tile) % Out::kGroup;
+    if (before + 1 < Out::kGroup && tile + 1 < tiles_) return;
+    const std::size_t count = HWY_MIN(before, tile) + 1;
+    Out::join_values(out + (tile + 1 - count) * Out::value_bytes(dv_), count, dv_);
   }
 
   void read_keys(std::size_t tile) {
     Fresh fresh;
+    fetch_rows(*plan_.v_o.tensor, key_place(tile), 0, kBlockSize);
     load_keys<Scores>(tile, key_place(tile), fresh);
     Scores::put_keys(fresh.block, d_, work_.staging.data(), key_block<Scores>(tile));
+    if (tile + 1 < tiles_) fetch_rows(*plan_.k_s.tensor, key_place(tile + 1), 0, kBlockSize);
     load_values(plan_.v_o, tile, v_folds(tile), work_.v_columns.data());
     if (plan_.has_o_cut) load_values(plan_.v_o_cut, tile, v_cut_folds(tile), work_.v_cut.data());
   }
@@ -61,22 +68,45 @@ class ForwardUnit : private Unit {
     q_largest_ = fresh.block.largest;
     Scores::put_queries(fresh.block, d_, work_.q_columns.data());
     start_block(query);
-    score_block<Scores>();
-    // A few tiles at a time, so that P is multiplied while it is in the first cache.
-    for (std::size_t begin = first_tile_; begin < end_tile_ || begin == first_tile_; begin += Out::kTiles) {
-      const std::size_t end = HWY_MIN(begin + Out::kTiles, end_tile_);
-      for (std::size_t index = begin; index < end; ++index) weigh_values(index);
+    score_block<Scores>([&](std::size_t index, const Tile& tile) { return begin_early(index, tile); });
+    fetch_output(out.o, plan_.value_dim, plan_.heads, place);
+    // A few tiles at a time, so that P is multiplied while it is in the first cache; whole groups of them.
+    for (std::size_t begin = first_tile_, end = 0; begin < end_tile_ || begin == first_tile_; begin = end) {
+      end = HWY_MIN(begin + Out::kTiles - tile_number(begin) % Out::kTiles, end_tile_);
+      for (std::size_t index = begin; index < end; ++index) {
+        weigh_values(index);
+        fetch_queries(head, query + kBlockRows, index - first_tile_);
+      }
       Out::run(work_.left.data() + begin, work_.right.data() + begin, end - begin, dv_,
                begin == first_tile_ ? 0.0F : 1.0F, work_.product.data());
+      if (end == begin) break;
     }
     finish_forward(out, place, fresh.block);
+  }
+
+  /// A share of the next block of queries: all of it at once would wait for the memory.
+  void fetch_queries(std::int64_t head, std::int64_t query, std::size_t step) {
+    const std::size_t steps = end_tile_ - first_tile_;
+    if (query >= item_.query_end) return;
+    fetch_rows(*plan_.q_s.tensor, query_place(head, query), step * kBlockSize / steps, (step + 1) * kBlockSize / steps);
+  }
+
+  bool begin_early(std::size_t index, const Tile& tile) {
+    const TileOperands of{key_block<Scores>(index), work_.q_columns.data(), static_cast<std::size_t>(plan_.head_dim),
+                          d_, plan_.logit_factor};
+    return Out::template begin_early<Scores>(rule_at(tile), tile, of, weights_of(index), rows_);
   }
 
   /// P of a tile, ready to multiply V.
   void weigh_values(std::size_t index) {
     const Tile tile = tile_at(index);
     std::byte* weights = weights_of(index);
-    weigh_tile(rule_at(tile), tile, scores(index), typename Out::Sink{weights}, rows_);
+    const WeightRule& rule = rule_at(tile);
+    const bool early = Out::is_early(weights);
+    if (!early || !Out::end_early(rule, weights, rows_)) {
+      if (early) score_one<Scores>(index, tile);
+      weigh_tile(rule, tile, scores(index), typename Out::Sink{weights}, rows_);
+    }
     const bool cut = plan_.has_o_cut && tile.cut;
     work_.left.data()[index] = (cut ? work_.v_cut : work_.v_columns).data() + index * Out::value_bytes(dv_);
     work_.right.data()[index] = weights;

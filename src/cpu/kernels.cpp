@@ -6,7 +6,7 @@
 //
 #include "cpu/backward-inl.hpp"
 #include "cpu/forward-inl.hpp"
-#include "cpu/int8-inl.hpp"
+#include "cpu/int8_output-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace mxflash::cpu::HWY_NAMESPACE {

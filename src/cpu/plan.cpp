@@ -103,6 +103,7 @@ Plan make_plan(const Problem& problem, const Recipe& recipe, const Inputs& input
   plan.has_dq_cut = recipe.dq.cut.has_value();
 
   const double softmax = reference::softmax_scale(problem, rotation, plan.head_dim);
+  plan.softmax = softmax;
   plan.softmax_factor = static_cast<float>(softmax);
   // Scales over all of a tensor may lie beyond FP32 together.
   constexpr double kMost = kHeld;

@@ -57,6 +57,7 @@ struct Plan {
 
   float logit_factor = 1;    ///< Dot product of codes to base-2 logit.
   float softmax_factor = 1;  ///< w (dP - D + dLSE) to dS.
+  double softmax = 1;        ///< The same unrounded.
   float dp_factor = 1;       ///< Tensor-wide scales that remain in dP, O, dV, dQ and dK.
   float o_factor = 1;
   float dv_factor = 1;

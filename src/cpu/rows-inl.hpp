@@ -45,6 +45,30 @@ struct Fresh {
   float strip_maximum = 0;
 };
 
+inline constexpr std::int64_t kLine = 64;
+
+HWY_INLINE std::int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+/// Rows of the block of tokens at `place`: those of one head often lie a page apart, where the hardware foresees none.
+HWY_INLINE void fetch_rows(const TensorView& tensor, const TokenPlace& place, std::size_t begin, std::size_t end) {
+  if (tensor.stride[2] != 1) return;
+  const std::int64_t size = bytes_of(tensor.dtype);
+  const std::byte* head = tensor.data + place.head * tensor.stride[1] * size;
+  for (std::size_t row = begin; row < HWY_MIN(end, place.count); ++row) {
+    const std::byte* from = head + (place.first + static_cast<std::int64_t>(row)) * tensor.stride[0] * size;
+    for (std::int64_t byte = 0; byte < tensor.shape[2] * size; byte += kLine) __builtin_prefetch(from + byte, 0, 2);
+  }
+}
+
+/// Fetches the rows that `store_block` will write.
+HWY_INLINE void fetch_output(const Output& out, std::int64_t dims, std::int64_t heads, const TokenPlace& place) {
+  const std::int64_t bytes = dims * bytes_of(out.dtype);
+  for (std::int64_t row = place.first; row < place.first + static_cast<std::int64_t>(place.count); ++row) {
+    const std::byte* to = out.data + (row * heads + place.head) * bytes;
+    for (std::int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(to + byte, 1, 2);
+  }
+}
+
 /// Reads one block of a document's `length` tokens.
 HWY_INLINE void read_block(const Plan& plan, const TokenOperand& operand, const TokenPlace& place, std::int64_t length,
                            Workspace& work, Fresh& fresh) {

@@ -36,6 +36,39 @@ ScaleLimit scale_limit(const Operand& operand) {
   return {detail::floor_log2(bits), static_cast<std::int32_t>(bits & kMantissa)};
 }
 
+RoundTo round_to_f16() {
+  constexpr int kMantissa = 10;
+  constexpr int kLeast = -14;
+  RoundTo out;
+  out.rounds = out.saturates = true;
+  out.mantissa_bits = kMantissa;
+  out.max = 65504.0F;
+  out.least_field = (kLeast + 127) << 23;
+  out.magic = ((23 - kMantissa) << 23) + 0x400000;
+  return out;
+}
+
+TokenSizes token_sizes(const float* x, std::size_t dims, const std::int32_t* exponents, float scale) {
+  TokenSizes out;
+  for (std::size_t lane = 0; lane < 32; ++lane) {
+    double sum = 0;
+    double largest = 0;
+    for (std::size_t d = 0; d < dims; ++d) {
+      const double value = static_cast<double>(x[d * 32 + lane]) * static_cast<double>(scale);
+      sum += value * value;
+      largest = std::fmax(largest, std::fabs(value));
+    }
+    out.norm[lane] = std::ldexp(std::sqrt(sum), exponents[lane]);
+    out.largest[lane] = std::ldexp(largest, exponents[lane]);
+  }
+  return out;
+}
+
+std::int32_t dq_exponent(double bound) {
+  if (!(bound > 0) || std::isinf(bound)) return 0;
+  return 14 - static_cast<std::int32_t>(std::ceil(std::log2(bound)));
+}
+
 void second_levels(int count, const float* maxima, std::int32_t* exponents) {
   for (int i = 0; i < count; ++i) exponents[i] = second_level_exponent(maxima[i]);
 }

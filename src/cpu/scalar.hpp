@@ -2,6 +2,7 @@
 // compiled for one instruction set and linked into all.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cpu/plan.hpp"
@@ -28,6 +29,17 @@ struct ScaleLimit {
   std::int32_t limit_mantissa = 0;
 };
 ScaleLimit scale_limit(const Operand& operand);
+/// FP16, held at its largest number.
+RoundTo round_to_f16();
+
+/// |x|_2 and the largest |x| of 32 tokens, x [dims][32] times 2^exponents times `scale`.
+struct TokenSizes {
+  double norm[32] = {};
+  double largest[32] = {};
+};
+TokenSizes token_sizes(const float* x, std::size_t dims, const std::int32_t* exponents, float scale);
+/// The power of two that keeps an FP16 dQ of this bound below 2^14.
+std::int32_t dq_exponent(double bound);
 
 /// nvfp4's adaptive second level.
 void second_levels(int count, const float* maxima, std::int32_t* exponents);

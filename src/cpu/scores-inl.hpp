@@ -1,4 +1,5 @@
-// How S = Q K^T and O = P V are multiplied on decoded values; int8-inl.hpp has the same on codes.
+// How S = Q K^T and O = P V are multiplied on decoded values; int8-inl.hpp and int8_output-inl.hpp do
+// on codes.
 #if defined(MXFLASH_CPU_SCORES_INL) == defined(HWY_TARGET_TOGGLE)
 #ifdef MXFLASH_CPU_SCORES_INL
 #undef MXFLASH_CPU_SCORES_INL
@@ -13,10 +14,20 @@
 HWY_BEFORE_NAMESPACE();
 namespace mxflash::cpu::HWY_NAMESPACE {
 
+/// A block of keys, one of queries, and the factor from their product to logits.
+struct TileOperands {
+  const std::byte* keys = nullptr;
+  const std::byte* queries = nullptr;
+  std::size_t dims = 0;
+  std::size_t padded = 0;
+  float logit_factor = 1;
+};
+
 /// Tiles of S = K Q^T, one block of keys against one of queries.
 template <class Multiply>
 struct ValueScores {
   using Element = typename Multiply::Element;
+  static constexpr bool kCodes = false;
 
   /// Of a block of keys, and of queries.
   static std::size_t bytes(std::size_t padded) { return padded * kBlockSize * sizeof(Element); }
@@ -56,6 +67,7 @@ struct ValueScores {
 template <class Multiply>
 struct ValueOutput {
   using Element = typename Multiply::Element;
+  static constexpr std::size_t kGroup = 1;
   static constexpr std::size_t kTiles = 16384 / (kTileSize * sizeof(Element));
 
   static std::size_t value_bytes(std::size_t padded) { return padded * kBlockSize * sizeof(Element); }
@@ -68,6 +80,15 @@ struct ValueOutput {
     if (!operand.folds) apply_exponents(block);
     Multiply::lanes(block.x, block.dims, padded, reinterpret_cast<Element*>(out));
   }
+  static void join_values(std::byte* /*blocks*/, std::size_t /*count*/, std::size_t /*padded*/) {}
+  /// No tile is taken before the maxima of its rows are known.
+  template <class Scores>
+  static bool begin_early(const WeightRule& /*rule*/, const Tile& /*tile*/, const TileOperands& /*of*/,
+                          std::byte* /*weights*/, Rows& /*rows*/) {
+    return false;
+  }
+  static bool is_early(const std::byte* /*weights*/) { return false; }
+  static bool end_early(const WeightRule& /*rule*/, std::byte* /*weights*/, Rows& /*rows*/) { return false; }
   /// Where P of a tile goes.
   struct Sink {
     std::byte* tile;
@@ -80,8 +101,8 @@ struct ValueOutput {
     return Multiply::is_zero(reinterpret_cast<const Element*>(tile), key, lane);
   }
   /// Adds to c where `initial` is 1.
-  static void run(const void* const* values, const void* const* weights, std::size_t tiles, std::size_t padded,
-                  float initial, float* c) {
+  static void run(const void* const* values, void* const* weights, std::size_t tiles, std::size_t padded, float initial,
+                  float* c) {
     Product product;
     product.initial = initial;
     product.m = padded;

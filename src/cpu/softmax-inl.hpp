@@ -45,8 +45,10 @@ struct WeightRule {
   float factor = 1;      ///< From a code to units of Plan.unit.
   float smallest_normal = 0;
   Exponential exponential = Exponential::exact;
+  bool is_e2m1 = false;
   float unit = 1;
   bool counts_plain = false;
+  bool early = false;  ///< E2M1 in groups: codes may be made before the row's maximum is known.
 };
 
 struct ExactExponential {
@@ -72,6 +74,66 @@ struct SchraudolphExponential {
     return hn::BitCast(kF, hn::ShiftLeft<16>(clamped));
   }
 };
+
+/// The values of the codes of 2^t by an exponential.
+template <class Exp>
+class RoundedExponential {
+ public:
+  using Exponential = Exp;
+  explicit RoundedExponential(const WeightRule& rule) : round_(rule.to) {}
+  HWY_INLINE VF of(VF t, std::size_t pair) const { return round_.positive(Exp::of(t, pair)); }
+
+ private:
+  NearestRounder round_;
+};
+
+#if HWY_TARGET == HWY_AVX3
+
+/// Codes of E2M1 without an exponential: t against the logarithm of the tie between two codes. Half octaves hold one
+/// tie each at most, and 16 of them are all there are below 3, beyond which no weight lies. The thresholds are the
+/// largest FP32 numbers whose 2^t, rounded to FP32, still has the lower code: what the exact exponential gives, bit for
+/// bit.
+class E2m1Logarithm {
+ public:
+  using Exponential = ExactExponential;
+  /// By the integer nearest to 2 t, modulo 16: 0 to 7, then -8 to -1.
+  using Table = std::int32_t[16];
+
+  explicit E2m1Logarithm(const WeightRule& /*rule*/) {}
+
+  struct Place {
+    __m512i half_octave;  ///< Modulo 16; bits above are of no account.
+    __mmask16 above;      ///< Of the tie.
+  };
+  static HWY_INLINE Place place(VF t) {
+    // Adding 1.5 2^22 rounds to halves, which then lie in the low bits.
+    const VF held = hn::Max(t, hn::Set(kF, -4.0F));
+    const VI half_octave = hn::BitCast(kI, hn::Add(held, hn::Set(kF, 6291456.0F)));
+    const __m512 tie = _mm512_permutexvar_ps(half_octave.raw, hn::LoadU(kF, kTies).raw);
+    return {half_octave.raw, _mm512_cmp_ps_mask(t.raw, tie, _CMP_GT_OQ)};
+  }
+  /// `low` and `high`: what codes below and above the tie of a half octave become.
+  static HWY_INLINE VI look_up(const Place& place, VI low, VI high) {
+    const __m512i below = _mm512_permutexvar_epi32(place.half_octave, low.raw);
+    return VI{_mm512_mask_permutexvar_epi32(below, place.above, place.half_octave, high.raw)};
+  }
+  HWY_INLINE VF of(VF t, std::size_t /*pair*/) const {
+    const VF twice = hn::ConvertTo(kF, look_up(place(t), hn::LoadU(kI, kTwiceBelow), hn::LoadU(kI, kTwiceAbove)));
+    return hn::Mul(twice, hn::Set(kF, 0.5F));
+  }
+
+  /// Twice the codes' values.
+  static constexpr Table kTwiceBelow = {2, 2, 3, 4, 6, 8, 12, 12, 0, 0, 0, 0, 0, 1, 1, 1};
+  static constexpr Table kTwiceAbove = {2, 3, 4, 6, 8, 12, 12, 12, 0, 0, 0, 0, 1, 1, 1, 2};
+
+ private:
+  static constexpr float kNone = 1e30F;
+  static constexpr float kTies[16] = {
+      kNone, 0x1.49a788p-2F, 0x1.9d5d9ep-1F, 0x1.5269e2p+0F, 0x1.ceaecep+0F, 0x1.2934fp+1F, kNone, kNone,
+      kNone, kNone,          kNone,          kNone,          -2.0F,          kNone,         kNone, -0x1.a8ff9cp-2F};
+};
+
+#endif
 
 HWY_INLINE void start_rows(Rows& rows) {
   for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
@@ -202,6 +264,13 @@ struct TileScales {
   float factor[kBlockSize] = {};
 };
 
+/// log2 of the scale of a group whose largest t is g.
+HWY_INLINE VF group_exponent(const WeightRule& rule, VF g) {
+  const VF octave = hn::Floor(g);
+  const Scales of_octave = power_scales(exp2(hn::Sub(g, octave)), rule.limit);
+  return hn::Add(octave, hn::ConvertTo(kF, of_octave.exponent));
+}
+
 HWY_INLINE TileScales tile_scales(const WeightRule& rule, const float* tile_scores, const Rows& rows) {
   TileScales out;
   for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
@@ -217,10 +286,7 @@ HWY_INLINE TileScales tile_scales(const WeightRule& rule, const float* tile_scor
     }
     const MF any = hn::Gt(g, minus_infinity());
     g = hn::IfThenElse(any, g, m);
-    const VF octave = hn::Floor(g);
-    const Scales of_octave = power_scales(exp2(hn::Sub(g, octave)), rule.limit);
-    const VF exponent = hn::Add(octave, hn::ConvertTo(kF, of_octave.exponent));
-    const VF scale = hn::IfThenElse(any, hn::Max(exponent, hn::Sub(m, hn::Set(kF, 127.0F))), m);
+    const VF scale = hn::IfThenElse(any, hn::Max(group_exponent(rule, g), hn::Sub(m, hn::Set(kF, 127.0F))), m);
     hn::StoreU(scale, kF, out.log2_divisor + lane);
     hn::StoreU(hn::Mul(pow2(hn::NearestInt(hn::Sub(scale, m))), hn::Set(kF, rule.unit)), kF, out.factor + lane);
   }
@@ -268,10 +334,10 @@ struct WeighedPair {
 };
 
 /// P to `sink`, and its share of the row sums: `Sink::begin(scales)`, then `Sink::put(pair, lane, weighed)`.
-template <class Exp, class Sink>
+template <class Codes, class Sink>
 HWY_INLINE void weigh_plain(const WeightRule& rule, const TileScales& scales, const FoldFactors& folds,
                             const float* tile_scores, const Sink& sink, Rows& rows) {
-  const NearestRounder round(rule.to);
+  const Codes codes(rule);
   float counted[kBlockSize];
   sink.begin(scales);
   for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) {
@@ -281,8 +347,8 @@ HWY_INLINE void weigh_plain(const WeightRule& rule, const TileScales& scales, co
     VF sum = hn::Zero(kF);
     for (std::size_t pair = 0; pair < kBlockSize / 2; ++pair) {
       const float* at = tile_scores + 2 * pair * kBlockSize + lane;
-      const VF even_code = round.positive(Exp::of(hn::Sub(hn::Load(kF, at), divisor), pair));
-      const VF odd_code = round.positive(Exp::of(hn::Sub(hn::Load(kF, at + kBlockSize), divisor), pair));
+      const VF even_code = codes.of(hn::Sub(hn::Load(kF, at), divisor), pair);
+      const VF odd_code = codes.of(hn::Sub(hn::Load(kF, at + kBlockSize), divisor), pair);
       VF even = even_code;
       VF odd = odd_code;
       if (rule.in_groups || rule.factor != 1.0F) {
@@ -309,15 +375,15 @@ struct Weighed {
   VF plain;
 };
 
-template <class Exp>
-HWY_INLINE Weighed weigh_key(const WeightRule& rule, const NearestRounder& round, const TileScales& scales,
-                             const Tile& tile, std::size_t key, std::size_t lane, VF t, const Rows& rows) {
+template <class Codes>
+HWY_INLINE Weighed weigh_key(const WeightRule& rule, const Codes& codes, const TileScales& scales, const Tile& tile,
+                             std::size_t key, std::size_t lane, VF t, const Rows& rows) {
   const std::int32_t fold = tile.folds == nullptr ? 0 : tile.folds[key];
-  const VF code = round.positive(Exp::of(hn::Sub(t, hn::LoadU(kF, scales.log2_divisor + lane)), key / 2));
+  const VF code = codes.of(hn::Sub(t, hn::LoadU(kF, scales.log2_divisor + lane)), key / 2);
   const VF p = hn::Mul(code, hn::LoadU(kF, scales.factor + lane));
   const VF s = hn::Sub(t, hn::Set(kF, static_cast<float>(fold)));
-  const VF plain =
-      hn::Mul(Exp::of(hn::Sub(s, hn::LoadU(kF, rows.reference_s + lane)), key / 2), hn::Set(kF, rule.unit));
+  const VF plain = hn::Mul(Codes::Exponential::of(hn::Sub(s, hn::LoadU(kF, rows.reference_s + lane)), key / 2),
+                           hn::Set(kF, rule.unit));
   VF counted = hn::Mul(p, pow2(hn::Sub(hn::LoadU(kI, rows.shift + lane), hn::Set(kI, fold))));
   if (tile.folds != nullptr && rule.smallest_normal > 0) {
     const VF light = hn::Set(kF, static_cast<float>(fold + kLightFold));
@@ -331,10 +397,10 @@ HWY_INLINE Weighed weigh_key(const WeightRule& rule, const NearestRounder& round
 
 /// The same for any tile, light keys and far exponents included. Where both apply they give the same bits: a factor of
 /// a power of two rounds nothing.
-template <class Exp, class Sink>
+template <class Codes, class Sink>
 HWY_INLINE void weigh_any(const WeightRule& rule, const TileScales& scales, const Tile& tile, const float* tile_scores,
                           const Sink& sink, Rows& rows) {
-  const NearestRounder round(rule.to);
+  const Codes codes(rule);
   float counted[kBlockSize];
   float plain[kBlockSize];
   sink.begin(scales);
@@ -343,9 +409,8 @@ HWY_INLINE void weigh_any(const WeightRule& rule, const TileScales& scales, cons
     VF plain_sum = hn::Zero(kF);
     for (std::size_t pair = 0; pair < kBlockSize / 2; ++pair) {
       const float* at = tile_scores + 2 * pair * kBlockSize + lane;
-      const Weighed even = weigh_key<Exp>(rule, round, scales, tile, 2 * pair, lane, hn::Load(kF, at), rows);
-      const Weighed odd =
-          weigh_key<Exp>(rule, round, scales, tile, 2 * pair + 1, lane, hn::Load(kF, at + kBlockSize), rows);
+      const Weighed even = weigh_key(rule, codes, scales, tile, 2 * pair, lane, hn::Load(kF, at), rows);
+      const Weighed odd = weigh_key(rule, codes, scales, tile, 2 * pair + 1, lane, hn::Load(kF, at + kBlockSize), rows);
       sum = hn::Add(hn::Add(sum, even.counted), odd.counted);
       plain_sum = hn::Add(hn::Add(plain_sum, even.plain), odd.plain);
       sink.put(pair, lane, {even.code, odd.code, even.p, odd.p, even.counted, odd.counted});
@@ -359,25 +424,33 @@ HWY_INLINE void weigh_any(const WeightRule& rule, const TileScales& scales, cons
   }
 }
 
-template <class Exp, class Sink>
+template <class Codes, class Sink>
 HWY_INLINE void weigh_with(const WeightRule& rule, const Tile& tile, const float* tile_scores, const Sink& sink,
                            Rows& rows) {
   const TileScales scales = tile_scales(rule, tile_scores, rows);
   const FoldFactors folds = fold_factors(tile, rows);
   if (folds.plain && !rule.counts_plain) {
-    weigh_plain<Exp>(rule, scales, folds, tile_scores, sink, rows);
+    weigh_plain<Codes>(rule, scales, folds, tile_scores, sink, rows);
   } else {
-    weigh_any<Exp>(rule, scales, tile, tile_scores, sink, rows);
+    weigh_any<Codes>(rule, scales, tile, tile_scores, sink, rows);
   }
 }
 
 template <class Sink>
 HWY_INLINE void weigh_tile(const WeightRule& rule, const Tile& tile, const float* tile_scores, const Sink& sink,
                            Rows& rows) {
+#if HWY_TARGET == HWY_AVX3
+  if (rule.is_e2m1 && rule.exponential == Exponential::exact) {
+    return weigh_with<E2m1Logarithm>(rule, tile, tile_scores, sink, rows);
+  }
+#endif
   switch (rule.exponential) {
-    case Exponential::exact: return weigh_with<ExactExponential>(rule, tile, tile_scores, sink, rows);
-    case Exponential::mitchell: return weigh_with<MitchellExponential>(rule, tile, tile_scores, sink, rows);
-    case Exponential::schraudolph: return weigh_with<SchraudolphExponential>(rule, tile, tile_scores, sink, rows);
+    case Exponential::exact:
+      return weigh_with<RoundedExponential<ExactExponential>>(rule, tile, tile_scores, sink, rows);
+    case Exponential::mitchell:
+      return weigh_with<RoundedExponential<MitchellExponential>>(rule, tile, tile_scores, sink, rows);
+    case Exponential::schraudolph:
+      return weigh_with<RoundedExponential<SchraudolphExponential>>(rule, tile, tile_scores, sink, rows);
   }
 }
 

@@ -195,6 +195,14 @@ HWY_INLINE void spread_maximum(float* values, std::size_t size) {
   }
 }
 
+/// Largest |x| of one row, for all lanes.
+HWY_INLINE void row_maximum(const float* x, std::size_t lanes, float* maxima) {
+  VF most = hn::Zero(kF);
+  for (std::size_t lane = 0; lane < lanes; lane += kLanes) most = hn::Max(most, hn::Abs(hn::Load(kF, x + lane)));
+  most = hn::MaxOfLanes(kF, most);
+  for (std::size_t lane = 0; lane < kBlockSize; lane += kLanes) hn::StoreU(most, kF, maxima + lane);
+}
+
 /// Scales of a vector of blocks.
 struct Scales {
   VF encode;  ///< Multiplies before rounding; of nvfp4, divides.
@@ -283,8 +291,12 @@ HWY_INLINE void quantize_rows(const Operand& operand, const RandomPlace& random,
   float maxima[kBlockSize];
   for (std::size_t begin = 0; begin < rows; begin += width) {
     const std::size_t end = HWY_MIN(begin + width, rows);
-    lane_maxima(x, begin, end, out.lanes, maxima);
-    if (height > 1) spread_maximum(maxima, height);
+    if (width == 1 && height == kBlockSize) {
+      row_maximum(x + begin * kBlockSize, out.lanes, maxima);
+    } else {
+      lane_maxima(x, begin, end, out.lanes, maxima);
+      if (height > 1) spread_maximum(maxima, height);
+    }
     for (std::size_t lane = 0; lane < out.lanes; lane += kLanes) {
       const Scales scales = make(hn::LoadU(kF, maxima + lane));
       if (out.exponent != nullptr) hn::StoreU(scales.exponent, kI, out.exponent + lane);

@@ -79,6 +79,10 @@ class Unit {
   [[nodiscard]] std::int64_t first_key(std::size_t tile) const {
     return tile_begin_ + static_cast<std::int64_t>(tile * kBlockSize);
   }
+  /// Of a tile in its document.
+  [[nodiscard]] std::size_t tile_number(std::size_t tile) const {
+    return static_cast<std::size_t>(tile_begin_ / kBlockRows) + tile;
+  }
   [[nodiscard]] TokenPlace key_place(std::size_t tile) const {
     const std::int64_t key = first_key(tile);
     return {document_.k_begin + key, key, item_.kv_head,
@@ -169,16 +173,22 @@ class Unit {
 
   [[nodiscard]] float* scores(std::size_t tile) const { return work_.scores.data() + tile * kTileSize; }
 
-  /// Logits of the block against all its tiles, and the row references.
-  template <class Scores>
-  void score_block() {
+  /// Logits of the block against all its tiles but those that `early` takes, and the row references.
+  template <class Scores, class Early>
+  void score_block(const Early& early) {
     for (std::size_t index = first_tile_; index < end_tile_; ++index) {
-      multiply_scores<Scores>(key_block<Scores>(index), work_.q_columns.data(), scores(index));
-      if (may_overflow(index)) restore_tile<Scores>(index);
-      score_tile(tile_at(index), plan_.logit_factor, scores(index), rows_);
+      const Tile tile = tile_at(index);
+      if (!early(index, tile)) score_one<Scores>(index, tile);
     }
     if (overflows(rows_)) hold_scores(scores(first_tile_), (end_tile_ - first_tile_) * kTileSize, rows_);
     reference_rows(rows_);
+  }
+
+  template <class Scores>
+  void score_one(std::size_t index, const Tile& tile) {
+    multiply_scores<Scores>(key_block<Scores>(index), work_.q_columns.data(), scores(index));
+    if (may_overflow(index)) restore_tile<Scores>(index);
+    score_tile(tile, plan_.logit_factor, scores(index), rows_);
   }
 
   [[nodiscard]] double normalizer(std::size_t lane) const {
@@ -229,12 +239,14 @@ class Unit {
     if (!rule.to.saturates) return rule;  // f32 and bf16
     rule.smallest_normal = __builtin_bit_cast(float, rule.to.least_field);
     rule.in_groups = !is_static;
+    rule.is_e2m1 = weights.encoding == Encoding::e2m1;
     if (is_static) {
       const auto beta = static_cast<float>(plan_.recipe->beta);
       rule.log2_scale = static_cast<float>((__builtin_bit_cast(std::int32_t, beta) >> 23) - 127);
       rule.factor = plan_.unit / beta;
     } else {
       rule.limit = scale_limit(weights);
+      rule.early = rule.is_e2m1 && rule.exponential == Exponential::exact && !rule.counts_plain && !plan_.statistics;
     }
     return rule;
   }

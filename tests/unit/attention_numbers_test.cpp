@@ -384,7 +384,6 @@ Recipe accumulating(DqAccumulation kind) {
 }
 
 TEST(AttentionNumbers, Fp16AccumulationIsCloseToFp32) {
-  if (!test::is_reference()) GTEST_SKIP() << test::tested_engine() << " sums dQ in FP32 alone";
   const Case c = test::random_case(test::pack_self({400, 33}), {.heads = 1, .kv_heads = 1});
   const Tensor f32 = test::backward(c, accumulating(DqAccumulation::f32)).dq;
   double largest = 0;
@@ -398,7 +397,6 @@ TEST(AttentionNumbers, Fp16AccumulationIsCloseToFp32) {
 }
 
 TEST(AttentionNumbers, Fp16AccumulationFollowsAPowerOfTwoExactly) {
-  if (!test::is_reference()) GTEST_SKIP() << test::tested_engine() << " sums dQ in FP32 alone";
   Case c = test::random_case(test::pack_self({300}), {.heads = 1, .kv_heads = 1});
   for (const DqAccumulation kind : {DqAccumulation::f16_sequence, DqAccumulation::f16_causal}) {
     const Recipe recipe = accumulating(kind);
@@ -411,7 +409,6 @@ TEST(AttentionNumbers, Fp16AccumulationFollowsAPowerOfTwoExactly) {
 }
 
 TEST(AttentionNumbers, OnlyTheRunningPrescaleIsCausal) {
-  if (!test::is_reference()) GTEST_SKIP() << test::tested_engine() << " sums dQ in FP32 alone";
   const Case c = test::random_case(test::pack_self({300}), {.heads = 1, .kv_heads = 1});
   Case later = c;
   test::set_row(later.k, 290, 0, 3e4F);
