@@ -68,6 +68,8 @@ struct WeightStatistics {
 struct Timing {
   double quantize_ms = 0;
   double compute_ms = 0;
+  /// Of an engine on a device: both by its own clock, without the copies from and to host memory.
+  std::optional<double> device_ms = std::nullopt;
 };
 
 struct ForwardResult {

@@ -1,14 +1,13 @@
-// Forward, E4M3 with an exponent a token. A block is persistent: one warp takes work, one fetches, two warpgroups of consumers take 64
-// queries each. While one's weights go through the exponential, the other's products run; within one, the product of the
-// weights with V runs beside the next exponentials.
+// Forward, E4M3 with an exponent a token. A block is persistent: one warp takes work, one fetches, two warpgroups of
+// consumers take 64 queries each. While one's weights go through the exponential, the other's products run; within one,
+// the product of the weights with V runs beside the next exponentials.
 //
 // K's rows come in an order in which the scores of a thread are those that it must hold as operand of the next product:
-// column 16 a + 8 c + 2 u + b of a score tile is key 16 a + 4 u + 2 c + b. V's last row holds the multipliers of the row sum,
-// which so counts the codes and nothing else, in the same arithmetic as the values.
-#include "cuda/forward.cuh"
-
+// column 16 a + 8 c + 2 u + b of a score tile is key 16 a + 4 u + 2 c + b. V's last row holds the multipliers of the
+// row sum, which so counts the codes and nothing else, in the same arithmetic as the values.
 #include <algorithm>
 
+#include "cuda/forward.cuh"
 #include "cuda/tensor_map.hpp"
 
 namespace mxflash::cuda {
@@ -90,9 +89,17 @@ int encode_scales(const Sizes& sizes, const Workspace& work, std::uint32_t keys,
 
 template <class Traits>
 int launch(const ForwardArguments& arguments, cudaStream_t stream) {
-  ForwardParameters p{arguments.sizes, arguments.band,  arguments.workspace, arguments.logit_scale,
-                      arguments.dtype, arguments.o,     arguments.lse,       {},
-                      {},              {},              {}};
+  ForwardParameters p{arguments.sizes,
+                      arguments.band,
+                      arguments.workspace,
+                      arguments.logit_scale,
+                      arguments.dtype,
+                      arguments.o,
+                      arguments.lse,
+                      {},
+                      {},
+                      {},
+                      {}};
   const int errors[] = {
       encode_queries(p.sizes, p.workspace, Traits::kRowBytes, p.query_map),
       encode_keys(p.sizes, p.workspace, Traits::kRowBytes, Traits::kKeys, p.key_map),

@@ -16,8 +16,8 @@ namespace mxflash::cuda {
 
 inline constexpr int kForwardThreads = 3 * kWarpgroup;
 inline constexpr int kConsumerWarps = 8;
-/// Tiles after which sums move from the tensor cores' accumulators into FP32: those drop the low bits of every product, and
-/// of 2,048 keys that made 1.6 % of O (docs/kernels/sm90-forward.md).
+/// Tiles after which sums move from the tensor cores' accumulators into FP32: those drop the low bits of every product,
+/// and of 2,048 keys that made 1.6 % of O (docs/kernels/sm90-forward.md).
 inline constexpr int kTilesBetweenSums = 4;
 /// Pieces of work between the warp that takes them and those that do them.
 inline constexpr int kWorkStages = 3;
@@ -31,10 +31,10 @@ struct Traits {
   static constexpr int kKeys = 128;
   static constexpr int kRowBytes = kKeyDims < 128 ? kKeyDims : 128;
   static constexpr int kChunks = kKeyDims / kRowBytes;
-  static constexpr int kScores = kKeys / 2;                // Registers of a thread.
-  static constexpr int kOutputs = kValueDims / 2;          // The same.
-  static constexpr int kSums = kOutputs + 4;               // With the row sum.
-  static constexpr int kValueRows = kValueDims + 8;        // What the MMA reads; the copy fills one of the last eight.
+  static constexpr int kScores = kKeys / 2;          // Registers of a thread.
+  static constexpr int kOutputs = kValueDims / 2;    // The same.
+  static constexpr int kSums = kOutputs + 4;         // With the row sum.
+  static constexpr int kValueRows = kValueDims + 8;  // What the MMA reads; the copy fills one of the last eight.
   using QkAtom = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;
   using PvAtom = PvAtomOf;
 };

@@ -1,4 +1,5 @@
-// 64 queries of a warpgroup: scores, weights, sums, output. A thread has parts of two rows, `r` = 0 and 1 (eight apart).
+// 64 queries of a warpgroup: scores, weights, sums, output. A thread has parts of two rows, `r` = 0 and 1 (eight
+// apart).
 #pragma once
 
 #include <numbers>
@@ -159,15 +160,18 @@ class Consumer {
            range.least < work.reference - kBelowReference || range.most > work.reference + kAboveReference;
   }
 
-  /// Whether 2^(logit - base) may leave FP32. Before a row has seen a key its base is 0: then on the lower side as well.
+  /// Whether 2^(logit - base) may leave FP32. Before a row has seen a key its base is 0: then on the lower side as
+  /// well.
   [[nodiscard]] __device__ bool may_leave() const {
     constexpr float kMost = 108.0F;
-    return __any_sync(0xFFFFFFFFU, !(kept(Kept::reach, 0) - state.base[0] <= kMost && kept(Kept::reach, 1) - state.base[1] <= kMost));
+    return __any_sync(
+        0xFFFFFFFFU, !(kept(Kept::reach, 0) - state.base[0] <= kMost && kept(Kept::reach, 1) - state.base[1] <= kMost));
   }
 
   /// Of V, over the keys that each row sees.
   __device__ void largest_exponents(const Work& work) {
-    const KeyScale* key_scale = p.workspace.key_scale + kv_head_of(p, work) * p.sizes.columns() + work.item.first_column;
+    const KeyScale* key_scale =
+        p.workspace.key_scale + kv_head_of(p, work) * p.sizes.columns() + work.item.first_column;
     const Range* ranges = ranges_of(p, work);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -198,8 +202,8 @@ class Consumer {
       // Not kept for the next tile, where it is the same: registers are shorter than instructions.
       const std::uint64_t a = descriptor<Traits::kRowBytes>(shared.queries[opaque(queries.stage())].codes +
                                                             (2 * chunk + group) * kQueryBytes);
-      const std::uint64_t b = descriptor<Traits::kRowBytes>(shared.keys[keys.stage()].codes +
-                                                            chunk * Traits::kKeys * Traits::kRowBytes);
+      const std::uint64_t b =
+          descriptor<Traits::kRowBytes>(shared.keys[keys.stage()].codes + chunk * Traits::kKeys * Traits::kRowBytes);
 #pragma unroll
       for (int step = 0; step < Traits::kRowBytes / 32; ++step) {
         multiply<typename Traits::QkAtom>(a + 2 * step, b + 2 * step, scores,
@@ -314,7 +318,8 @@ class Consumer {
   /// one brought here has the bits of weigh_plain: the same operations wherever those would do.
   __device__ void weigh_held(const Work& work, const KeyScale* key_scale, std::int32_t first, bool apart) {
     constexpr float kFar = 1e30F;
-    constexpr float kNear = 118.0F;  // No logit that weigh_plain takes is further from its base, or else its weight is 0.
+    constexpr float kNear =
+        118.0F;  // No logit that weigh_plain takes is further from its base, or else its weight is 0.
     float most[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int i = 0; i < Traits::kScores; ++i) {
@@ -323,8 +328,8 @@ class Consumer {
       const float exponent = fmaxf(key.value_exponent, static_cast<float>(-kE8m0Bias));
       const float factor = state.factor[r] * key.factor;
       const float logit = fmaf(scores[i], factor, exponent);
-      const float x = fabsf(logit) > kFar ? held(logit, 1e38F) - state.base[r]
-                                          : fmaf(scores[i], factor, exponent - state.base[r]);
+      const float x =
+          fabsf(logit) > kFar ? held(logit, 1e38F) - state.base[r] : fmaf(scores[i], factor, exponent - state.base[r]);
       scores[i] = state.sees(r, first + key_of(i)) ? x : -INFINITY;
       most[r] = fmaxf(most[r], scores[i]);
     }
@@ -359,7 +364,8 @@ class Consumer {
   /// Whether the row sum's multipliers have this key.
   static __device__ bool counted(const Work& work, const KeyScale& key) {
     return key.value_exponent > static_cast<float>(-kE8m0Bias) &&
-           key.value_exponent >= work.reference - kBelowReference && key.value_exponent <= work.reference + kAboveReference;
+           key.value_exponent >= work.reference - kBelowReference &&
+           key.value_exponent <= work.reference + kAboveReference;
   }
   static __device__ bool may_count_apart(const Work& work, const KeyScale& key) {
     return key.value_exponent <= work.range.most - kLightOctaves || !counted(work, key);
@@ -426,11 +432,10 @@ class Consumer {
     float unit;
   };
 
-  /// From what the first of the row's four threads has counted and what each has apart. Nothing apart: the bits of a row
-  /// that no irregular tile has met.
+  /// From what the first of the row's four threads has counted and what each has apart. Nothing apart: the bits of a
+  /// row that no irregular tile has met.
   __device__ RowSum row_sum(const Work& work, int r, unsigned four) const {
-    const float counted =
-        __shfl_sync(four, kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r], lane / 4 * 4);
+    const float counted = __shfl_sync(four, kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r], lane / 4 * 4);
     float height = kept(Kept::height, r);
     height = fmaxf(height, __shfl_xor_sync(four, height, 1));
     height = fmaxf(height, __shfl_xor_sync(four, height, 2));
@@ -553,7 +558,8 @@ class Consumer {
   }
 
   static constexpr float kLightOctaves = 3.0F;
-  /// Less than log2(448): a row's reference may stay behind as long as no code saturates, since codes keep their mantissas.
+  /// Less than log2(448): a row's reference may stay behind as long as no code saturates, since codes keep their
+  /// mantissas.
   static constexpr float kLimit = 8.75F;
 
   const ForwardParameters& p;

@@ -80,7 +80,8 @@ class Taker {
 template <class Traits>
 class Fetcher {
  public:
-  __device__ Fetcher(const ForwardParameters& parameters, ForwardShared<Traits>& block) : p(parameters), shared(block) {}
+  __device__ Fetcher(const ForwardParameters& parameters, ForwardShared<Traits>& block)
+      : p(parameters), shared(block) {}
 
   /// One thread works; its warp waits for it.
   __device__ void run() {

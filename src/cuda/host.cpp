@@ -143,6 +143,7 @@ Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, cons
   const Result<double> milliseconds = compute(call, recipe);
   if (!milliseconds.ok()) return milliseconds.error();
   result.timing.compute_ms = *milliseconds;
+  result.timing.device_ms = *milliseconds;
   if (Status status = download(result.o.data, o->get(), "o"); !status.ok()) return status.error();
   if (Status status = download(result.lse.data, lse->get(), "lse"); !status.ok()) return status.error();
   return result;

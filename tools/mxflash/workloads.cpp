@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <optional>
 
 #include "arguments.hpp"
 #include "mxflash/formats.hpp"
@@ -11,6 +13,9 @@
 namespace mxflash::tool {
 
 namespace {
+
+/// Documents, and tokens, that a list of lengths may have.
+constexpr std::int64_t kMostListed = 1 << 22;
 
 /// Documents of at most `length` tokens each, the last one shorter where `tokens` is no multiple.
 void append_equal(std::vector<std::int64_t>& lengths, std::int64_t tokens, std::int64_t length) {
@@ -25,6 +30,24 @@ std::vector<std::int64_t> log_uniform(std::int64_t tokens) {
   for (std::int64_t left = tokens; left > 0; left -= lengths.back()) {
     const double share = random_bits(0, 0, lengths.size()) * 0x1p-32;
     lengths.push_back(std::min(left, static_cast<std::int64_t>(std::exp2(least + share * (most - least)))));
+  }
+  return lengths;
+}
+
+/// "8192+32x256": one document of 8192 tokens and 32 of 256. None where the text is no such list.
+std::optional<std::vector<std::int64_t>> listed_lengths(const std::string& text) {
+  std::vector<std::int64_t> lengths;
+  for (const std::string& part : split(text, '+')) {
+    const std::size_t cross = part.find('x');
+    const std::string count = cross == std::string::npos ? "1" : part.substr(0, cross);
+    const std::string length = cross == std::string::npos ? part : part.substr(cross + 1);
+    const Result<std::int64_t> times = parse_integer("count", count, {1, kMostListed});
+    const Result<std::int64_t> tokens = parse_integer("length", length, {1, kMostListed});
+    if (!times || !tokens || static_cast<std::int64_t>(lengths.size()) + *times > kMostListed) return std::nullopt;
+    lengths.insert(lengths.end(), static_cast<std::size_t>(*times), *tokens);
+  }
+  if (lengths.empty() || std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0}) > kMostListed) {
+    return std::nullopt;
   }
   return lengths;
 }
@@ -51,9 +74,13 @@ Result<std::vector<Workload>> find_workloads(const std::string& names, std::int6
   for (const std::string& name : split(names, ',')) {
     const auto found = std::ranges::find_if(known, [&](const Workload& workload) { return workload.name == name; });
     if (found == known.end()) {
+      if (const auto lengths = listed_lengths(name)) {
+        chosen.push_back({name, "documents of these lengths", *lengths});
+        continue;
+      }
       std::string allowed = "all";
       for (const Workload& workload : known) allowed += ", " + workload.name;
-      return invalid(fmt::format("--workload: '{}' given, {} allowed", name, allowed));
+      return invalid(fmt::format("--workload: '{}' given, {}, or lengths such as 8192+32x256 allowed", name, allowed));
     }
     chosen.push_back(*found);
   }

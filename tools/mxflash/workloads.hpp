@@ -17,7 +17,7 @@ struct Workload {
 
 /// Every workload, its documents adding up to `tokens`.
 std::vector<Workload> workloads(std::int64_t tokens);
-/// By names separated by commas, or `all`.
+/// By names separated by commas, or `all`; lists of lengths such as 8192+32x256 too, whatever `tokens` is.
 Result<std::vector<Workload>> find_workloads(const std::string& names, std::int64_t tokens);
 
 }  // namespace mxflash::tool
