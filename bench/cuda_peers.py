@@ -31,7 +31,7 @@ WORKLOADS = {
     "8192+32x256": ("8192+32x256", 16),
     "8192+224x256": ("8192+224x256", 16),
     "11 log-uniform": (ELEVEN, 16),
-    "11, 4 kv heads": (ELEVEN, 4),
+    "11 with 4 kv heads": (ELEVEN, 4),
     "29 log-uniform": (TWENTY_NINE, 16),
 }
 HEADS, DIM = 16, 128
@@ -106,7 +106,7 @@ def flex(pack):
     def mask(_batch, _head, query, key):
         return (document[query] == document[key]) & (query >= key)
 
-    block_mask = create_block_mask(mask, None, None, pack.tokens, pack.tokens, device="cuda", _compile=True)
+    block_mask = torch.compile(create_block_mask)(mask, None, None, pack.tokens, pack.tokens, device="cuda")
     q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (pack.q, pack.k, pack.v))
     compiled = torch.compile(flex_attention, dynamic=False)
     gqa = pack.kv_heads != HEADS
@@ -144,7 +144,7 @@ def check(name, call, pack):
 
 
 def ours(options, text, kv_heads, first):
-    """Samples of `mxflash bench`, which checks its answer: the first time only, since that takes longer than the times."""
+    """Samples of `mxflash bench`, which checks its answer the first time: the check takes longer than the calls."""
     command = [options.mxflash, "bench", "--engine", "cuda", "--recipe", options.recipe, "--workload", text]
     command += ["--heads", str(HEADS), "--kv-heads", str(kv_heads), "--head-dim", str(DIM), "--forward-only"]
     command += ["--warmup", str(WARMUP), "--repeats", str(options.repeats), "--json", "-"]
@@ -187,7 +187,8 @@ def main():
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, "
         f"Python {platform.python_version()}; {HEADS} heads, dims {DIM}, BF16, causal, forward; "
-        f"ms, median (least..most) of {options.rounds} x {options.repeats}; {options.recipe} with its quantization and schedule"
+        f"ms, median (least..most) of {options.rounds} x {options.repeats}; "
+        f"{options.recipe} with its quantization and schedule"
     )
     results = []
     for name in options.workload.split(","):
