@@ -29,8 +29,8 @@ Status check_counts(const ForwardCall& call) {
 }
 
 Status check_pointers(const ForwardCall& call) {
-  const std::pair<const char*, const void*> pointers[] = {
-      {"cu_seqlens_q", call.documents.cu_seqlens_q}, {"cu_seqlens_k", call.documents.cu_seqlens_k}};
+  const std::pair<const char*, const void*> pointers[] = {{"cu_seqlens_q", call.documents.cu_seqlens_q},
+                                                          {"cu_seqlens_k", call.documents.cu_seqlens_k}};
   for (const auto& [name, pointer] : pointers) {
     if (pointer == nullptr) return invalid(fmt::format("{}: null given, device memory allowed", name));
   }
@@ -69,9 +69,12 @@ Status supports(const Recipe& recipe) {
 
 Result<Sizes> check_call(const ForwardCall& call, const Recipe& recipe) {
   const Inputs& inputs = call.inputs;
-  if (inputs.q.tokens() < 0 || inputs.k.tokens() < 0) return invalid("tokens: a negative number given, 0 or more allowed");
+  if (inputs.q.tokens() < 0 || inputs.k.tokens() < 0) {
+    return invalid("tokens: a negative number given, 0 or more allowed");
+  }
   // The offsets are on the device: here the rows of q and k count as one document.
-  const Problem problem{Packing::single(inputs.q.tokens(), inputs.k.tokens()), call.documents.mask, call.documents.scale};
+  const Problem problem{Packing::single(inputs.q.tokens(), inputs.k.tokens()), call.documents.mask,
+                        call.documents.scale};
   const Status checks[] = {check_arguments(problem, inputs, {}), check_recipe(recipe, inputs), supports(recipe),
                            check_counts(call), check_pointers(call)};
   for (const Status& status : checks) {

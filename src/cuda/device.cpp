@@ -34,13 +34,14 @@ Status available() {
   int major = 0;
   int minor = 0;
   if (Status status = status_of(cudaGetDevice(&device), "the current device"); !status.ok()) return status;
-  for (const auto& [attribute, value] : {std::pair{cudaDevAttrComputeCapabilityMajor, &major},
-                                         std::pair{cudaDevAttrComputeCapabilityMinor, &minor}}) {
+  for (const auto& [attribute, value] :
+       {std::pair{cudaDevAttrComputeCapabilityMajor, &major}, std::pair{cudaDevAttrComputeCapabilityMinor, &minor}}) {
     const cudaError_t code = cudaDeviceGetAttribute(value, attribute, device);
     if (Status status = status_of(code, "the compute capability"); !status.ok()) return status;
   }
   if (major == 9 && minor == 0) return {};
-  return unsupported(fmt::format("cuda needs a device of compute capability 9.0 (Hopper), this one has {}.{}", major, minor));
+  return unsupported(
+      fmt::format("cuda needs a device of compute capability 9.0 (Hopper), this one has {}.{}", major, minor));
 }
 
 Result<std::size_t> workspace_bytes(const ForwardCall& call, const Recipe& recipe) {

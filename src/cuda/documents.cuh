@@ -17,7 +17,7 @@ __device__ inline std::int32_t first_column(const std::int32_t* offsets, std::in
   return (offsets[document] / kColumnStep + document) * kColumnStep;
 }
 
-/// The last document for which `begins(document)`, a condition that holds up to some document, which holds for the first.
+/// The last document for which `begins(document)`: a condition that holds for the first, and up to some document.
 template <class Begins>
 __device__ std::int32_t last_document(std::int32_t documents, Begins begins) {
   std::int32_t low = 0;
@@ -30,12 +30,14 @@ __device__ std::int32_t last_document(std::int32_t documents, Begins begins) {
 }
 
 /// The document whose blocks may have this slot. Of well-formed offsets the slots rise strictly, zero lengths included.
-__device__ inline std::int32_t document_of_slot(const std::int32_t* offsets, std::int32_t documents, std::int32_t slot) {
+__device__ inline std::int32_t document_of_slot(const std::int32_t* offsets, std::int32_t documents,
+                                                std::int32_t slot) {
   return last_document(documents, [&](std::int32_t document) { return first_slot(offsets, document) <= slot; });
 }
 
 /// The document that holds a token: those of no length that begin there come before it.
-__device__ inline std::int32_t document_of_token(const std::int32_t* offsets, std::int32_t documents, std::int32_t token) {
+__device__ inline std::int32_t document_of_token(const std::int32_t* offsets, std::int32_t documents,
+                                                 std::int32_t token) {
   return last_document(documents, [&](std::int32_t document) { return offsets[document] <= token; });
 }
 

@@ -45,7 +45,8 @@ struct ScheduleArguments {
   Workspace workspace;
 };
 
-/// Checks the offsets, makes the work items and the tiles of keys, sorts the items: falling visible pairs, equal ones in rising (document, query).
+/// Checks the offsets, makes the work items and the tiles of keys, sorts the items: falling visible pairs, equal ones
+/// in rising (document, query).
 int launch_schedule(const ScheduleArguments& arguments, void* stream);
 /// Scratch that the sort of so many slots needs; negative: CUDA's code.
 std::int64_t sort_scratch_bytes(std::int64_t slots);

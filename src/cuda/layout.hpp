@@ -1,5 +1,5 @@
-// Where everything lies in the workspace, and the records that kernels hand to each other. Plain data, no CUDA: the tests
-// read codes and schedules back through it.
+// Where everything lies in the workspace, and the records that kernels hand to each other. Plain data, no CUDA: the
+// tests read codes and schedules back through it.
 #pragma once
 
 #include <cstddef>
@@ -86,8 +86,8 @@ struct KeyTile {
 
 /// What the keys of a tile have in common.
 struct Range {
-  float least = 0;       ///< Exponents of V; kPoisonedValue counts.
-  float most = 0;        ///< The same.
+  float least = 0;     ///< Exponents of V; kPoisonedValue counts.
+  float most = 0;      ///< The same.
   float key_norm = 0;  ///< At least the largest norm of K as rounded.
   float unused = 0;
 };
@@ -106,27 +106,27 @@ struct KeyScale {
 inline constexpr float kPoisonedValue = -128.0F;
 /// Reference of the row sum where the first key of a document has no exponent: values of about 1.
 inline constexpr float kUsualExponent = -7.0F;
-/// The row sum's multipliers 2^(reference - exponent) are E4M3 numbers for exponents from reference - 8 to reference + 9.
+/// The row sum's multipliers 2^(reference - exponent) are E4M3 numbers for exponents reference - 8 to reference + 9.
 inline constexpr float kBelowReference = 8.0F;
 inline constexpr float kAboveReference = 9.0F;
 
 /// Byte offsets from the start of the workspace.
 struct Layout {
-  std::size_t control = 0;      ///< Control
-  std::size_t items = 0;        ///< Item [item_slots]
-  std::size_t tiles = 0;        ///< KeyTile [tile_slots]
-  std::size_t costs = 0;        ///< uint64 [item_slots]: visible pairs + 1, or 0 for a slot without an item
-  std::size_t slots = 0;        ///< int32 [item_slots]: 0, 1, 2, ...
-  std::size_t costs_out = 0;    ///< Sorted, falling.
-  std::size_t order = 0;        ///< int32 [item_slots]: slots in the order of the work
-  std::size_t sort = 0;         ///< Scratch of the sort.
+  std::size_t control = 0;    ///< Control
+  std::size_t items = 0;      ///< Item [item_slots]
+  std::size_t tiles = 0;      ///< KeyTile [tile_slots]
+  std::size_t costs = 0;      ///< uint64 [item_slots]: visible pairs + 1, or 0 for a slot without an item
+  std::size_t slots = 0;      ///< int32 [item_slots]: 0, 1, 2, ...
+  std::size_t costs_out = 0;  ///< Sorted, falling.
+  std::size_t order = 0;      ///< int32 [item_slots]: slots in the order of the work
+  std::size_t sort = 0;       ///< Scratch of the sort.
   std::size_t sort_bytes = 0;
   std::size_t query_scale = 0;  ///< QueryScale [heads, rows_q]
-  std::size_t key_scale = 0;     ///< KeyScale [kv_heads, columns]
-  std::size_t ranges = 0;        ///< Range [kv_heads, tile_slots]
-  std::size_t query_codes = 0;   ///< E4M3 [heads, rows_q, key_dims]
-  std::size_t key_codes = 0;     ///< E4M3 [kv_heads, rows_k, key_dims], and 128 rows of anything
-  std::size_t value_codes = 0;   ///< E4M3 [kv_heads, value_rows, columns]
+  std::size_t key_scale = 0;    ///< KeyScale [kv_heads, columns]
+  std::size_t ranges = 0;       ///< Range [kv_heads, tile_slots]
+  std::size_t query_codes = 0;  ///< E4M3 [heads, rows_q, key_dims]
+  std::size_t key_codes = 0;    ///< E4M3 [kv_heads, rows_k, key_dims], and 128 rows of anything
+  std::size_t value_codes = 0;  ///< E4M3 [kv_heads, value_rows, columns]
   std::size_t bytes = 0;
 };
 

@@ -61,7 +61,8 @@ Source source_of(const TensorView& view) {
   source.dim_stride = view.stride[2];
   const auto bytes = static_cast<std::int64_t>(size_of(view.dtype));
   const auto aligned = [](std::int64_t x) { return x % 16 == 0; };
-  source.vectors = view.stride[2] == 1 && aligned(static_cast<std::int64_t>(std::bit_cast<std::uintptr_t>(view.data))) &&
+  source.vectors = view.stride[2] == 1 &&
+                   aligned(static_cast<std::int64_t>(std::bit_cast<std::uintptr_t>(view.data))) &&
                    aligned(view.stride[0] * bytes) && aligned(view.stride[1] * bytes);
   return source;
 }
@@ -79,9 +80,7 @@ float logit_scale(const DeviceDocuments& documents, const Sizes& sizes, std::int
 
 Band band_of(const Mask& mask) {
   constexpr std::int64_t kFar = std::int64_t{1} << 40;
-  const auto bound = [](std::int64_t side) {
-    return side >= Mask::unbounded ? kFar : side < -kFar ? -kFar : side;
-  };
+  const auto bound = [](std::int64_t side) { return side >= Mask::unbounded ? kFar : side < -kFar ? -kFar : side; };
   return {bound(mask.left), bound(mask.right)};
 }
 
@@ -91,7 +90,8 @@ Status check_execution(const Execution& execution, std::size_t bytes) {
   }
   const auto address = std::bit_cast<std::uintptr_t>(execution.workspace);
   if (execution.workspace == nullptr || address % kAlignment != 0) {
-    return invalid(fmt::format("workspace: address {:#x} given, a multiple of {} other than 0 allowed", address, kAlignment));
+    return invalid(
+        fmt::format("workspace: address {:#x} given, a multiple of {} other than 0 allowed", address, kAlignment));
   }
   return {};
 }

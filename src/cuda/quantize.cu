@@ -1,6 +1,6 @@
-// E4M3 codes with one exponent a token, from one reading of q, k and v: of v transposed, since the tensor cores take FP8
-// along the contraction only. A block takes a work item's queries, or a tile's keys and values, of one head. Four lanes own
-// a row; lane l holds its chunks l, l + 4, ... of eight dims.
+// E4M3 codes with one exponent a token, from one reading of q, k and v: of v transposed, since the tensor cores take
+// FP8 along the contraction only. A block takes a work item's queries, or a tile's keys and values, of one head. Four
+// lanes own a row; lane l holds its chunks l, l + 4, ... of eight dims.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -125,15 +125,19 @@ struct Row {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int dim = (c * kLanes + lane) * kChunk;
+      // One index that moves: an address an element would be more than the registers that three blocks leave.
+      std::int64_t index = base + dim * source.dim_stride;
 #pragma unroll
       for (int d = 0; d < kChunk; ++d) {
         const bool inside = dim < rows.dims && r < rows.count;
-        x[c][d] = inside ? widen(source.data, base + (dim + d) * source.dim_stride, source.dtype) : 0.0F;
+        x[c][d] = inside ? widen(source.data, index, source.dtype) : 0.0F;
+        index += source.dim_stride;
       }
     }
   }
 
-  /// The contract's order: the power of two, then distances 1, 2, 4 (within a chunk), 8 and 16 (between lanes), 32 and up.
+  /// The contract's order: the power of two, then distances 1, 2, 4 (within a chunk), 8 and 16 (between lanes), 32 and
+  /// up.
   __device__ void rotate(std::int32_t shift, std::int32_t dims, int lane) {
     const float factor_first = __int_as_float((127 - shift) << 23);
 #pragma unroll
@@ -372,15 +376,15 @@ __device__ void quantize_keys_and_values(const QuantizeArguments& a, std::int32_
   transpose_values<kChunks>(values, reference, transposed, exponents);
   const std::int64_t row = head * a.sizes.rows_k() + tile.row;
   quantize_rows<kChunks>(a, {&a.k, a.sizes.head_dim, head, tile.row, tile.keys},
-                         a.workspace.key_codes + row * a.sizes.key_dims,
-                         [&](int r, const Row<kChunks>& key) {
+                         a.workspace.key_codes + row * a.sizes.key_dims, [&](int r, const Row<kChunks>& key) {
                            factors[r] = key.poisoned ? NAN : key.factor;
                            norms[r] = key.norm;
                          });
   __syncthreads();
   store_values(a, tile, head, transposed);
   KeyScale* scales = a.workspace.key_scale + head * a.sizes.columns() + tile.column;
-  for (auto r = static_cast<std::int32_t>(threadIdx.x); r < tile.keys; r += kThreads) scales[r] = {factors[r], exponents[r]};
+  for (auto r = static_cast<std::int32_t>(threadIdx.x); r < tile.keys; r += kThreads)
+    scales[r] = {factors[r], exponents[r]};
   if (threadIdx.x >= warpSize) return;
   const Range range = range_of(norms, exponents, tile.keys);
   if (threadIdx.x == 0) a.workspace.ranges[head * a.sizes.tile_slots() + slot] = range;
@@ -388,7 +392,8 @@ __device__ void quantize_keys_and_values(const QuantizeArguments& a, std::int32_
 
 /// The blocks of q, then those of k and v.
 template <std::size_t kChunks>
-__global__ void __launch_bounds__(kThreads, kChunks > 4 ? 1 : 3) quantize_kernel(const __grid_constant__ QuantizeArguments a) {
+__global__ void __launch_bounds__(kThreads, kChunks > 4 ? 1 : 3)
+    quantize_kernel(const __grid_constant__ QuantizeArguments a) {
   extern __shared__ std::uint32_t shared[];
   if (a.workspace.control->status != 0) return;
   const std::int64_t query_blocks = a.sizes.item_slots() * a.sizes.heads;

@@ -114,7 +114,8 @@ int launch_schedule(const ScheduleArguments& arguments, void* stream) {
   const Workspace& work = arguments.workspace;
   const std::int64_t slots = arguments.sizes.item_slots();
   const std::int64_t threads = std::max(slots, arguments.sizes.tile_slots());
-  if (const cudaError_t error = cudaMemsetAsync(work.control, 0, sizeof(Control), on); error != cudaSuccess) return error;
+  if (const cudaError_t error = cudaMemsetAsync(work.control, 0, sizeof(Control), on); error != cudaSuccess)
+    return error;
   if (threads == 0) return cudaSuccess;
   items_kernel<<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, on>>>(arguments);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
