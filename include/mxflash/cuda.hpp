@@ -1,4 +1,4 @@
-// Attention on an NVIDIA Hopper GPU, on device pointers and a stream: nothing is allocated, nothing waits for the device.
+// Attention on an NVIDIA Hopper GPU, on device pointers and a stream: it allocates nothing and waits for nothing.
 //
 //   const ForwardCall call{{cu_seqlens_q, cu_seqlens_k, documents}, {q, k, v}, {o, lse}};
 //   const std::size_t bytes = *cuda::workspace_bytes(call, recipe);            // O(tokens), whatever the packing

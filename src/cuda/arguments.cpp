@@ -69,8 +69,9 @@ Status supports(const Recipe& recipe) {
 
 Result<Sizes> check_call(const ForwardCall& call, const Recipe& recipe) {
   const Inputs& inputs = call.inputs;
-  if (inputs.q.tokens() < 0 || inputs.k.tokens() < 0)
+  if (inputs.q.tokens() < 0 || inputs.k.tokens() < 0) {
     return invalid("tokens: a negative number given, 0 or more allowed");
+  }
   // The offsets are on the device: here the rows of q and k count as one document.
   const Problem problem{Packing::single(inputs.q.tokens(), inputs.k.tokens()), call.documents.mask,
                         call.documents.scale};

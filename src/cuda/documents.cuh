@@ -17,8 +17,7 @@ __device__ inline std::int32_t first_column(const std::int32_t* offsets, std::in
   return (offsets[document] / kColumnStep + document) * kColumnStep;
 }
 
-/// The last document for which `begins(document)`, a condition that holds up to some document, which holds for the
-/// first.
+/// The last document for which `begins(document)`: a condition that holds for the first, and up to some document.
 template <class Begins>
 __device__ std::int32_t last_document(std::int32_t documents, Begins begins) {
   std::int32_t low = 0;

@@ -106,8 +106,7 @@ struct KeyScale {
 inline constexpr float kPoisonedValue = -128.0F;
 /// Reference of the row sum where the first key of a document has no exponent: values of about 1.
 inline constexpr float kUsualExponent = -7.0F;
-/// The row sum's multipliers 2^(reference - exponent) are E4M3 numbers for exponents from reference - 8 to reference
-/// + 9.
+/// The row sum's multipliers 2^(reference - exponent) are E4M3 numbers for exponents reference - 8 to reference + 9.
 inline constexpr float kBelowReference = 8.0F;
 inline constexpr float kAboveReference = 9.0F;
 

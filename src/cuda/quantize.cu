@@ -125,10 +125,13 @@ struct Row {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int dim = (c * kLanes + lane) * kChunk;
+      // One index that moves: an address an element would be more than the registers that three blocks leave.
+      std::int64_t index = base + dim * source.dim_stride;
 #pragma unroll
       for (int d = 0; d < kChunk; ++d) {
         const bool inside = dim < rows.dims && r < rows.count;
-        x[c][d] = inside ? widen(source.data, base + (dim + d) * source.dim_stride, source.dtype) : 0.0F;
+        x[c][d] = inside ? widen(source.data, index, source.dtype) : 0.0F;
+        index += source.dim_stride;
       }
     }
   }

@@ -28,9 +28,9 @@ int encode(CUtensorMap& map, const Box& box) {
   const Encode function = driver_encode();
   if (function == nullptr) return cudaErrorInsufficientDriver;
   constexpr std::array<std::uint32_t, 5> kSteps{1, 1, 1, 1, 1};
-  const CUresult result = function(&map, box.type, box.rank, const_cast<void*>(box.base), box.size.data(),
-                                   box.stride.data(), box.box.data(), kSteps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                   box.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = function(&map, box.type, box.rank, box.base, box.size.data(), box.stride.data(),
+                                   box.box.data(), kSteps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, box.swizzle,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -10,7 +10,7 @@ namespace mxflash::cuda {
 
 /// A box of a strided array. Strides are in bytes, from the second dimension on.
 struct Box {
-  const void* base = nullptr;
+  void* base = nullptr;  ///< Only read; the driver's own function takes no const.
   CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
   std::uint32_t rank = 0;
