@@ -1,0 +1,212 @@
+// What the device hands from kernel to kernel, bit for bit: codes and scales are the reference quantizer's, the order
+// of the work is the host schedule's.
+#include <cmath>
+
+#include "cuda/plan.hpp"
+#include "mxflash/quantize.hpp"
+#include "mxflash/safetensors.hpp"
+#include "mxflash/schedule.hpp"
+#include "unit/cuda_support.hpp"
+
+namespace mxflash {
+namespace {
+
+using test::Case;
+using test::DeviceCase;
+
+class CudaCodes : public test::OnDevice {};
+
+/// The launches of a call that has run.
+cuda::Launches run(DeviceCase& device, const Recipe& recipe) {
+  device.reserve(recipe);
+  EXPECT_TRUE(device.run(recipe).ok());
+  EXPECT_TRUE(device.check().ok());
+  const Result<cuda::Launches> launches = cuda::prepare(device.call, recipe, device.execution);
+  EXPECT_TRUE(launches.ok());
+  return *launches;
+}
+
+template <class T>
+std::vector<T> downloaded(const T* device, std::int64_t count) {
+  std::vector<T> out(static_cast<std::size_t>(count));
+  const auto bytes = std::as_writable_bytes(std::span(out));
+  EXPECT_TRUE(cuda::download(bytes, reinterpret_cast<const std::byte*>(device), "a test").ok());
+  return out;
+}
+
+/// 2^exponent, or NaN of a poisoned row.
+bool same_factor(float factor, const Quantized& want, std::size_t row) {
+  return want.poisoned[row] != 0 ? std::isnan(factor) : factor == std::ldexp(1.0F, want.exponents[row]);
+}
+
+bool rotates(const Recipe& recipe, std::int64_t dims) {
+  return recipe.hadamard == Hadamard::required || (recipe.hadamard == Hadamard::at_128 && dims == 128);
+}
+
+Quantized reference(const Tensor& tensor, const Case& c, const QuantizeOptions& options) {
+  Result<Quantized> out = quantize(test::view(tensor), c.problem.packing, options, 0);
+  EXPECT_TRUE(out.ok());
+  return *std::move(out);
+}
+
+void expect_rows(const cuda::Launches& launches, const Case& c, const Recipe& recipe, const std::string& where) {
+  const cuda::Sizes& sizes = launches.schedule.sizes;
+  const cuda::Workspace& work = launches.schedule.workspace;
+  const bool rotated = rotates(recipe, sizes.head_dim);
+  const Quantized q = reference(c.q, c, {recipe.s.left, Side::query, rotated, 0, 0});
+  const std::vector<std::uint8_t> codes = downloaded(work.query_codes, sizes.rows_q() * sizes.heads * sizes.key_dims);
+  const std::vector<cuda::QueryScale> scales = downloaded(work.query_scale, sizes.rows_q() * sizes.heads);
+  for (std::int64_t token = 0; token < sizes.tokens_q; ++token) {
+    for (std::int64_t head = 0; head < sizes.heads; ++head) {
+      const auto row = static_cast<std::size_t>(token * sizes.heads + head);
+      const std::int64_t place = head * sizes.rows_q() + token;
+      ASSERT_TRUE(same_factor(scales[static_cast<std::size_t>(place)].factor, q, row))
+          << "q " << where << " [" << token << ", " << head << "]";
+      for (std::int64_t dim = 0; dim < sizes.head_dim; ++dim) {
+        ASSERT_EQ(codes[static_cast<std::size_t>(place * sizes.key_dims + dim)],
+                  q.codes[row * static_cast<std::size_t>(sizes.head_dim) + static_cast<std::size_t>(dim)])
+            << "q " << where << " [" << token << ", " << head << ", " << dim << "]";
+      }
+    }
+  }
+}
+
+/// Of each token of k and v.
+std::vector<std::int64_t> columns_of(const Packing& packing) {
+  std::vector<std::int64_t> columns;
+  std::int64_t index = 0;
+  for (const Document& document : packing.documents()) {
+    const std::int64_t first = (document.k_begin / cuda::kColumnStep + index++) * cuda::kColumnStep;
+    for (std::int64_t key = 0; key < document.k_length; ++key) columns.push_back(first + key);
+  }
+  return columns;
+}
+
+void expect_columns(const cuda::Launches& launches, const Case& c, const Recipe& recipe, const std::string& where) {
+  const cuda::Sizes& sizes = launches.schedule.sizes;
+  const cuda::Workspace& work = launches.schedule.workspace;
+  const Quantized k = reference(c.k, c, {recipe.s.right, Side::key, rotates(recipe, sizes.head_dim), 0, 0});
+  const Quantized v = reference(c.v, c, {recipe.o.tokens, Side::key, false, 0, 0});
+  const std::vector<std::uint8_t> key_codes =
+      downloaded(work.key_codes, sizes.rows_k() * sizes.kv_heads * sizes.key_dims);
+  const std::vector<std::uint8_t> value_codes =
+      downloaded(work.value_codes, sizes.columns() * sizes.kv_heads * sizes.value_rows());
+  const std::vector<cuda::KeyScale> scales = downloaded(work.key_scale, sizes.columns() * sizes.kv_heads);
+  const std::vector<std::int64_t> columns = columns_of(c.problem.packing);
+  for (std::int64_t token = 0; token < sizes.tokens_k; ++token) {
+    for (std::int64_t head = 0; head < sizes.kv_heads; ++head) {
+      const std::string at = fmt::format("{} [{}, {}]", where, token, head);
+      const auto row = static_cast<std::size_t>(token * sizes.kv_heads + head);
+      const std::int64_t column = columns[static_cast<std::size_t>(token)];
+      const cuda::KeyScale& scale = scales[static_cast<std::size_t>(head * sizes.columns() + column)];
+      ASSERT_TRUE(same_factor(scale.factor, k, row)) << "k " << at;
+      ASSERT_EQ(scale.value_exponent,
+                v.poisoned[row] != 0 ? cuda::kPoisonedValue : static_cast<float>(v.exponents[row]))
+          << "v " << at;
+      for (std::int64_t dim = 0; dim < sizes.head_dim; ++dim) {
+        const std::int64_t place = (head * sizes.rows_k() + token) * sizes.key_dims + dim;
+        ASSERT_EQ(key_codes[static_cast<std::size_t>(place)],
+                  k.codes[row * static_cast<std::size_t>(sizes.head_dim) + static_cast<std::size_t>(dim)])
+            << "k " << at << " dim " << dim;
+      }
+      for (std::int64_t dim = 0; dim < sizes.value_dim; ++dim) {
+        const std::int64_t line = dim / sizes.value_dims * (sizes.value_dims + 1) + dim % sizes.value_dims;
+        const std::int64_t place = (head * sizes.value_rows() + line) * sizes.columns() + column;
+        ASSERT_EQ(value_codes[static_cast<std::size_t>(place)],
+                  v.codes[row * static_cast<std::size_t>(sizes.value_dim) + static_cast<std::size_t>(dim)])
+            << "v " << at << " dim " << dim;
+      }
+    }
+  }
+}
+
+void expect_codes(const Case& c, const Recipe& recipe, const std::string& where) {
+  DeviceCase device(c, test::offsets_of(c.problem.packing));
+  const cuda::Launches launches = run(device, recipe);
+  expect_rows(launches, c, recipe, where);
+  expect_columns(launches, c, recipe, where);
+}
+
+/// A row of q, k or v is set to NaN, Inf, zeros, the least or the largest numbers.
+void disturb(Case& c) {
+  std::int64_t token = 0;
+  for (Tensor* tensor : {&c.q, &c.k, &c.v}) {
+    const std::int64_t row = tensor->shape[1] * tensor->shape[2];
+    for (const float value : {NAN, INFINITY, 0.0F, 1e-39F, 3e38F, -448.0F}) {
+      token = (token + 7) % tensor->shape[0];
+      for (std::int64_t i = token * row; i < (token + 1) * row; i += value == value && std::isfinite(value) ? 1 : 5) {
+        tensor->set(i, value);
+      }
+    }
+  }
+}
+
+TEST_F(CudaCodes, CodesAndScalesAreTheReferences) {
+  for (const Recipe& recipe : test::device_recipes()) {
+    for (const auto& [dtype, dims, value_dims] : {std::tuple{DType::bf16, 128, 128},
+                                                  {DType::f16, 64, 64},
+                                                  {DType::f32, 128, 128},
+                                                  {DType::bf16, 96, 40},
+                                                  {DType::f32, 16, 8},
+                                                  {DType::bf16, 192, 128},
+                                                  {DType::f16, 256, 256}}) {
+      Case c = test::random_case(test::pack({{40, 40}, {0, 3}, {129, 200}, {1, 1}, {33, 31}, {300, 257}, {0, 0}}),
+                                 {4, 2, dims, value_dims}, dtype, 3);
+      const std::string where = fmt::format("{} dims {}/{}", name_of(dtype), dims, value_dims);
+      expect_codes(c, recipe, where);
+      disturb(c);
+      expect_codes(c, recipe, where + ", disturbed");
+    }
+  }
+}
+
+TEST_F(CudaCodes, OfARealLayer) {
+  const auto file = read_safetensors(std::string(MXFLASH_EXAMPLES) + "/gpt_small_l3.safetensors");
+  ASSERT_TRUE(file.ok()) << file.error().message;
+  Case c;
+  c.q = file->tensors.at("q");
+  c.k = file->tensors.at("k");
+  c.v = file->tensors.at("v");
+  const Tensor& offsets = file->tensors.at("cu_seqlens");
+  const Result<Packing> packing = Packing::from_tensors(offsets, offsets, c.q.shape[0], c.k.shape[0]);
+  ASSERT_TRUE(packing.ok());
+  c.problem.packing = *packing;
+  for (const Recipe& recipe : test::device_recipes()) expect_codes(c, recipe, "of the capture");
+}
+
+TEST_F(CudaCodes, TheOrderOfTheWorkIsTheHosts) {
+  std::vector<std::int32_t> many(500, 1);
+  many[17] = 300;
+  many[18] = 0;
+  many[400] = 129;
+  for (const Mask& mask : {Mask::causal(), Mask::full(), Mask::window(40, 7), Mask::window(100, -20)}) {
+    for (const Packing& packing : {test::pack_self({1000, 37, 0, 1, 300, 256, 128, 129, 127}), test::pack_self(many),
+                                   test::pack({{100, 500}, {0, 3}, {5, 0}, {300, 20}})}) {
+      Case c = test::random_case(packing, {2, 1, 64, 64}, DType::bf16, 3);
+      c.problem.mask = mask;
+      DeviceCase device(c, test::offsets_of(packing));
+      const cuda::Launches launches = run(device, test::device_recipes().front());
+      const cuda::Sizes& sizes = launches.schedule.sizes;
+      const cuda::Workspace& work = launches.schedule.workspace;
+      const std::vector<cuda::Item> items = downloaded(work.items, sizes.item_slots());
+      const std::vector<std::int32_t> order = downloaded(work.order, sizes.item_slots());
+      const std::vector<std::uint64_t> costs = downloaded(work.costs_out, sizes.item_slots());
+      const Result<Schedule> want = make_schedule(packing, mask, {cuda::kTileRows, cuda::kTileRows});
+      ASSERT_TRUE(want.ok());
+      for (std::size_t i = 0; i < want->items.size(); ++i) {
+        const WorkItem& host = want->items[i];
+        const cuda::Item& item = items[static_cast<std::size_t>(order[i])];
+        ASSERT_EQ(costs[i], static_cast<std::uint64_t>(host.cost) + 1) << i;
+        ASSERT_EQ(item.document, host.document) << i;
+        ASSERT_EQ(item.query_row - packing.documents()[static_cast<std::size_t>(host.document)].q_begin,
+                  host.query_begin)
+            << i;
+        ASSERT_EQ(item.queries, host.query_end - host.query_begin) << i;
+      }
+      for (std::size_t i = want->items.size(); i < costs.size(); ++i) ASSERT_EQ(costs[i], 0U) << i;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mxflash

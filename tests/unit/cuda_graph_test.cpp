@@ -1,0 +1,82 @@
+// C24: one graph, captured once, serves every packing of the same totals; and calls go to the stream that they are
+// given.
+#include "cuda/runtime.hpp"
+#include "unit/cuda_support.hpp"
+
+namespace mxflash {
+namespace {
+
+using test::Case;
+using test::DeviceCase;
+using test::Offsets;
+
+class CudaGraph : public test::OnDevice {
+ protected:
+  void SetUp() override {
+    test::OnDevice::SetUp();
+    if (IsSkipped()) return;
+    ASSERT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
+  }
+  void TearDown() override {
+    if (graph_ != nullptr) static_cast<void>(cudaGraphExecDestroy(graph_));
+    if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
+  }
+
+  /// Of one call; nothing of it runs.
+  void capture(DeviceCase& device, const Recipe& recipe) {
+    device.execution.stream = stream_;
+    ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), cudaSuccess);
+    const Status status = device.run(recipe);
+    cudaGraph_t graph = nullptr;
+    ASSERT_EQ(cudaStreamEndCapture(stream_, &graph), cudaSuccess);
+    ASSERT_TRUE(status.ok()) << status.error().message;
+    ASSERT_EQ(cudaGraphInstantiate(&graph_, graph, 0), cudaSuccess);
+    static_cast<void>(cudaGraphDestroy(graph));
+  }
+
+  static void overwrite(const std::int32_t* device, const std::vector<std::int32_t>& offsets) {
+    ASSERT_EQ(cudaMemcpy(const_cast<std::int32_t*>(device), offsets.data(), offsets.size() * sizeof(std::int32_t),
+                         cudaMemcpyHostToDevice),
+              cudaSuccess);
+  }
+
+  cudaStream_t stream_ = nullptr;
+  cudaGraphExec_t graph_ = nullptr;
+};
+
+TEST_F(CudaGraph, C24_OneGraphServesEveryPackingOfTheSameTotals) {
+  for (const Recipe& recipe : test::device_recipes()) {
+    const std::vector<std::vector<std::int32_t>> lengths = {
+        {200, 200, 200}, {600, 0, 0}, {1, 598, 1}, {0, 129, 471}, {33, 67, 500}};
+    const Case first = test::random_case(test::pack_self(lengths[0]), {4, 2, 128, 128}, DType::bf16, 5);
+    DeviceCase device(first, test::offsets_of(first.problem.packing));
+    device.reserve(recipe);
+    capture(device, recipe);
+    for (const std::vector<std::int32_t>& documents : lengths) {
+      Case c = first;
+      c.problem.packing = test::pack_self(documents);
+      const Offsets offsets = test::offsets_of(c.problem.packing);
+      overwrite(device.call.documents.cu_seqlens_q, offsets.q);
+      overwrite(device.call.documents.cu_seqlens_k, offsets.k);
+      ASSERT_EQ(cudaGraphLaunch(graph_, stream_), cudaSuccess);
+      ASSERT_TRUE(device.check().ok());
+      test::expect_same_outputs(device.read(), test::device_forward(c, recipe),
+                                fmt::format("of {} by one graph, the first document of {}", recipe.name, documents[0]));
+      device.expect_intact("by a graph");
+    }
+    // Malformed offsets are found in a graph too, and leave nothing behind.
+    overwrite(device.call.documents.cu_seqlens_q, {0, 300, 200, 600});
+    ASSERT_EQ(cudaGraphLaunch(graph_, stream_), cudaSuccess);
+    EXPECT_TRUE(test::refused_with(device.check(), {"cu_seqlens_q"}));
+    overwrite(device.call.documents.cu_seqlens_q, test::offsets_of(first.problem.packing).q);
+    overwrite(device.call.documents.cu_seqlens_k, test::offsets_of(first.problem.packing).k);
+    ASSERT_EQ(cudaGraphLaunch(graph_, stream_), cudaSuccess);
+    ASSERT_TRUE(device.check().ok());
+    test::expect_same_outputs(device.read(), test::device_forward(first, recipe), "after malformed offsets");
+    static_cast<void>(cudaGraphExecDestroy(graph_));
+    graph_ = nullptr;
+  }
+}
+
+}  // namespace
+}  // namespace mxflash
