@@ -47,7 +47,7 @@ struct Sizes {
   static constexpr std::int64_t padded(std::int64_t tokens) { return (tokens / kTileRows + 1) * kTileRows; }
 };
 
-/// Offsets that malformed cu_seqlens leave in `Control::status`.
+/// What malformed cu_seqlens leave in `Control::status`.
 enum StatusBit : std::uint32_t {
   kQStart = 1,
   kQOrder = 2,

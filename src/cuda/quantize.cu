@@ -69,7 +69,7 @@ __device__ float larger(float a, float b) {
   return out;
 }
 
-/// What a lane has read of a row, before it is widened; of FP32, or of rows that are not aligned, the values.
+/// What a lane has read of a row, before it is widened; of FP32, or of rows that are not aligned, nothing.
 template <std::size_t kChunks>
 struct Raw {
   uint4 bits[kChunks];
