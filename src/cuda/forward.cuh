@@ -31,7 +31,6 @@ struct Traits {
   static constexpr int kKeys = 128;
   static constexpr int kRowBytes = kKeyDims < 128 ? kKeyDims : 128;
   static constexpr int kChunks = kKeyDims / kRowBytes;
-  static constexpr int kScores = kKeys / 2;          // Registers of a thread.
   static constexpr int kOutputs = kValueDims / 2;    // The same.
   static constexpr int kSums = kOutputs + 4;         // With the row sum.
   static constexpr int kValueRows = kValueDims + 8;  // What the MMA reads; the copy fills one of the last eight.
@@ -82,6 +81,9 @@ enum class Kept : std::uint8_t {
   reach,     ///< Bound of the logits' magnitude.
   total,     ///< Row sum that has been moved out of the accumulators.
   moved,     ///< Scale of the outputs that have been moved.
+  scale,     ///< Of the sums, by the last tile that raised the reference: 2^(m before - m).
+  begin,     ///< The first key that the row sees, as an integer's bits.
+  end,       ///< The key after the last.
   count,
 };
 

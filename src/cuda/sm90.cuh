@@ -65,6 +65,10 @@ __device__ inline std::uint32_t opaque(std::uint32_t x) {
   return x;
 }
 
+/// The same value, which all of the warp have: so the compiler keeps it, and descriptors made from it, in the registers
+/// of the warp that products take them from.
+__device__ inline std::uint32_t uniform(std::uint32_t x) { return __reduce_min_sync(0xFFFFFFFFU, x); }
+
 /// A stage and the parity of its barriers, in one register.
 class Place {
  public:

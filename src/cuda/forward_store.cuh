@@ -1,0 +1,146 @@
+// The sums of a consumer: moved, rescaled, divided by the row sums, written.
+#pragma once
+
+#include <numbers>
+
+#include "cuda/forward_consumer.cuh"
+
+namespace mxflash::cuda {
+
+template <class Traits>
+__device__ void Consumer<Traits>::rescale() {
+  const float scale[2] = {kept(Kept::scale, 0), kept(Kept::scale, 1)};
+#pragma unroll
+  for (int i = 0; i < Traits::kSums; ++i) sums[i] *= scale[row_of(i)];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    kept(Kept::total, r) *= scale[r];
+    kept(Kept::moved, r) *= scale[r];
+  }
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::move_sums() {
+  const bool summed = (flags_ & kMoved) != 0;
+  float4* mine = &shared.sums[group][0][thread];
+  const float scale[2] = {kept(Kept::moved, 0), kept(Kept::moved, 1)};
+#pragma unroll
+  for (int i = 0; i < Traits::kOutputs / 4; ++i) {
+    float4 sum{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+    if (summed) {
+      const float4 before = mine[i * kWarpgroup];
+      sum = {fmaf(before.x, scale[0], sum.x), fmaf(before.y, scale[0], sum.y), fmaf(before.z, scale[1], sum.z),
+             fmaf(before.w, scale[1], sum.w)};
+    }
+    mine[i * kWarpgroup] = sum;
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float by = (flags_ & kRaised) != 0 ? kept(Kept::scale, r) : 1.0F;
+    kept(Kept::total, r) = (kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r]) * by;
+    kept(Kept::moved, r) = by;
+  }
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::store_nothing(const Work& work) const {
+  const int rows = min(work.item.queries - group * 64, 64);
+  const std::int64_t bytes = std::int64_t{p.sizes.value_dim} * (p.dtype == DType::f32 ? 4 : 2);
+  const int chunks = static_cast<int>(bytes / 16);
+  for (int i = thread; i < rows * chunks; i += kWarpgroup) {
+    const std::int64_t place =
+        (std::int64_t{work.item.query_row} + group * 64 + i / chunks) * p.sizes.heads + work.head;
+    *reinterpret_cast<uint4*>(static_cast<std::byte*>(p.o) + place * bytes + i % chunks * 16) = uint4{};
+    p.lse[place] = -INFINITY;
+  }
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::store(const Work& work) {
+  if ((flags_ & kMoved) != 0) {
+    const float4* mine = &shared.sums[group][0][thread];
+    const float scale[2] = {kept(Kept::moved, 0), kept(Kept::moved, 1)};
+#pragma unroll
+    for (int i = 0; i < Traits::kOutputs / 4; ++i) {
+      const float4 before = mine[i * kWarpgroup];
+      sums[4 * i] = fmaf(before.x, scale[0], sums[4 * i]);
+      sums[4 * i + 1] = fmaf(before.y, scale[0], sums[4 * i + 1]);
+      sums[4 * i + 2] = fmaf(before.z, scale[1], sums[4 * i + 2]);
+      sums[4 * i + 3] = fmaf(before.w, scale[1], sums[4 * i + 3]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int query = row + 8 * r;
+    const std::int64_t place = (std::int64_t{work.item.query_row} + query) * p.sizes.heads + work.head;
+    const unsigned four = 0xFU << (lane / 4 * 4);
+    const RowSum sum = row_sum(work, r, four);
+    const bool bad = __any_sync(four, kept(Kept::poisoned, r) != 0.0F);
+    const bool empty = kept(Kept::begin, r) == kept(Kept::end, r);
+    const float inverse = __frcp_rn(sum.value);
+    const float scale = detail::pow2(static_cast<int>(fmaxf(sum.unit, -300.0F)));
+    if (quad == 0 && work.part == 0 && query < work.item.queries) {
+      const float log2 = state.base[r] - sum.unit + log2f(sum.value);
+      p.lse[place] = empty ? -INFINITY : log2 * std::numbers::ln2_v<float>;
+    }
+#pragma unroll
+    for (int i = 2 * r; i < static_cast<int>(Traits::kOutputs); i += 4) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const float value = sums[i + b];
+        // One step of refinement: a value that is the sum gives 1, not its neighbour.
+        const float first = value * inverse;
+        const float quotient = fmaf(fmaf(-first, sum.value, value), inverse, first);
+        sums[i + b] = empty ? 0.0F : bad ? NAN : quotient * scale;
+      }
+    }
+  }
+  switch (p.dtype) {
+    case DType::bf16: return write<__nv_bfloat162>(work);
+    case DType::f16: return write<__half2>(work);
+    default: return write<float2>(work);
+  }
+}
+
+template <class Traits>
+template <class Pair>
+__device__ void Consumer<Traits>::write(const Work& work) {
+  constexpr int kChunks = Traits::kValueDims / 2 * sizeof(Pair) / 16;  // Of a row.
+  const int warp = thread / 32;
+  auto* own = reinterpret_cast<std::byte*>(&shared.sums[group][0][warp * 32]);
+  // Of a row's first chunk; its others are exclusive or of this and their own. No two of eight rows share banks.
+  const auto offset = [](int local) {
+    return local * kChunks / 32 * static_cast<int>(sizeof shared.sums[0][0]) + (local * kChunks % 32 ^ local % 8) * 16;
+  };
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    // Not kept for the next item, where they are the same.
+    const std::uint32_t mine = opaque(static_cast<std::uint32_t>(offset(lane / 4 + 8 * r)));
+    const std::uint32_t pair = opaque(static_cast<std::uint32_t>(quad)) * sizeof(Pair);
+#pragma unroll
+    for (int i = 2 * r; i < static_cast<int>(Traits::kOutputs); i += 4) {
+      const std::uint32_t byte = static_cast<std::uint32_t>(i / 4 * 4) * sizeof(Pair) + pair;
+      Pair two;
+      round(sums[i], sums[i + 1], two);
+      *reinterpret_cast<Pair*>(own + ((mine ^ (byte / 16 * 16)) + byte % 16)) = two;
+    }
+  }
+  __syncwarp();
+  const std::int64_t bytes = std::int64_t{p.sizes.value_dim} / 2 * static_cast<std::int64_t>(sizeof(Pair));
+  const int inside = static_cast<int>(min(bytes / 16 - work.part * kChunks, std::int64_t{kChunks}));
+  auto* out = static_cast<std::byte*>(p.o) + work.head * bytes + work.part * kChunks * 16;
+#pragma unroll 1
+  for (int slot = lane; slot < 16 * kChunks; slot += 32) {
+    const int local = slot / kChunks;
+    const int chunk = slot % kChunks;
+    const int query = group * 64 + warp * 16 + local;
+    if (query >= work.item.queries || chunk >= inside) continue;
+    const std::int64_t place = (std::int64_t{work.item.query_row} + query) * p.sizes.heads;
+    *reinterpret_cast<uint4*>(out + place * bytes + chunk * 16) =
+        *reinterpret_cast<const uint4*>(own + (offset(local) ^ (chunk * 16)));
+  }
+  __syncwarp();  // The next item's sums may be there soon.
+}
+
+}  // namespace mxflash::cuda

@@ -1,0 +1,159 @@
+// Scores to weights and codes.
+#pragma once
+
+#include "cuda/forward_consumer.cuh"
+
+namespace mxflash::cuda {
+
+template <class Traits>
+__device__ void Consumer<Traits>::weigh(const Work& work, std::int32_t tile) {
+  const KeyScale* key_scale = shared.scales[keys.stage()].keys;
+  const std::int32_t first = tile * Traits::kKeys;
+  flags_ &= ~kRaised;
+  if (tile >= plain_.first && tile < plain_.end) {
+    weigh_plain<Whole>(key_scale, first, {});
+  } else {
+    const bool apart = (flags_ & kIrregular) != 0 && has_irregular(work, shared.ranges[keys.stage()]);
+    if (apart || ((flags_ & kFarOff) != 0 && may_leave())) {
+      weigh_held(work, {key_scale, first, apart});
+    } else {
+      weigh_plain<Cut>(key_scale, first, spans());
+    }
+  }
+  release_keys();
+}
+
+template <class Traits>
+__device__ Scales Consumer<Traits>::scales_at(const KeyScale* key_scale, int i) const {
+  const auto* two = reinterpret_cast<const float4*>(key_scale + key_of(i));
+  return {{two[0], two[1]}};
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::load_scales() {
+  coming = scales_at(shared.scales[keys.stage()].keys, 0);
+}
+
+template <class Traits>
+template <class Tile>
+__device__ void Consumer<Traits>::weigh_plain(const KeyScale* key_scale, std::int32_t first, const Spans& seen) {
+  constexpr int kGroups = kScores / 8;
+  std::uint32_t full = (flags_ & 3 * kUnset) != 0 ? kFull : 0;
+#pragma unroll
+  for (int a = 0; a < kGroups; ++a) {
+    const Scales now = coming;
+    if (a + 1 < kGroups) coming = scales_at(key_scale, 8 * a + 8);
+    logits(now, 8 * a);
+#pragma unroll
+    for (int i = 8 * a; i < 8 * a + 8; ++i) scores[i] = exp2_fast(scores[i]);
+    if (a > 0) full |= encode<Tile>(seen, first, a - 1);  // Beside the next exponentials, not after their own.
+  }
+  full |= encode<Tile>(seen, first, kGroups - 1);
+  if (!__any_sync(0xFFFFFFFFU, (full & kFull) != 0)) return;
+  float most[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const int r = row_of(i);
+    if (!Tile::sees(seen, r, first + key_of(i))) scores[i] = 0.0F;
+    most[r] = fmaxf(most[r], scores[i]);
+  }
+  float by[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) by[r] = exact_pow2(-raise(r, largest_of_row(most[r])));
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) scores[i] *= by[row_of(i)];
+#pragma unroll
+  for (int a = 0; a < kGroups; ++a) encode<Whole>(seen, first, a);
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::logits(const Scales& scales, int first) {
+  const float4& low = scales.two[0];
+  const float4& high = scales.two[1];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float* x = scores + first + 2 * r;
+    x[0] = fmaf(x[0], state.factor[r] * low.x, low.y - state.base[r]);
+    x[1] = fmaf(x[1], state.factor[r] * low.z, low.w - state.base[r]);
+    x[4] = fmaf(x[4], state.factor[r] * high.x, high.y - state.base[r]);
+    x[5] = fmaf(x[5], state.factor[r] * high.z, high.w - state.base[r]);
+  }
+}
+
+template <class Traits>
+__device__ float Consumer<Traits>::largest_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, 2));
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::weigh_held(const Work& work, const Held& at) {
+  constexpr float kFar = 1e30F;
+  const Spans seen = spans();
+  float most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const int r = row_of(i);
+    const KeyScale key = at.key_scale[key_of(i)];
+    const float exponent = fmaxf(key.value_exponent, static_cast<float>(-kE8m0Bias));
+    const float factor = state.factor[r] * key.factor;
+    const float logit = fmaf(scores[i], factor, exponent);
+    const float x =
+        fabsf(logit) > kFar ? held(logit, 1e38F) - state.base[r] : fmaf(scores[i], factor, exponent - state.base[r]);
+    scores[i] = seen.sees(r, at.first + key_of(i)) ? x : -INFINITY;
+    most[r] = fmaxf(most[r], scores[i]);
+  }
+  float step[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    most[r] = largest_of_row(most[r]);
+    step[r] = fabsf(most[r]) <= kNear ? raise(r, exp2_fast(most[r])) : raise_far(r, most[r]);
+  }
+  if (at.apart) count_apart(work, at, step);
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const float by = step[row_of(i)];
+    scores[i] = fabsf(scores[i]) <= kNear ? exp2_fast(scores[i]) * exact_pow2(-by) : exp2_fast(scores[i] - by);
+  }
+#pragma unroll
+  for (int a = 0; a < kScores / 8; ++a) encode<Whole>({}, at.first, a);
+}
+
+template <class Traits>
+__device__ float Consumer<Traits>::raise(int r, float most) {
+  flags_ |= kRaised;
+  const bool rises = most > 0.0F && (is_unset(r) || to_e4m3(most, 0.0F) == kLargestCode);
+  // ceil(log2(most)) - 8.
+  return move(r, rises, static_cast<float>((__float_as_int(most) - 1) >> 23) - 134.0F);
+}
+
+template <class Traits>
+__device__ float Consumer<Traits>::raise_far(int r, float most) {
+  flags_ |= kRaised;
+  return move(r, most > -INFINITY && (is_unset(r) || most > 8.0F), ceilf(most) - 8.0F);
+}
+
+template <class Traits>
+__device__ float Consumer<Traits>::move(int r, bool rises, float by) {
+  const float step = rises ? by : 0.0F;
+  kept(Kept::scale, r) = rises && is_unset(r) ? 0.0F : exact_pow2(-step);
+  if (rises) flags_ &= ~(kUnset << r);
+  state.base[r] += step;
+  return step;
+}
+
+template <class Traits>
+template <class Tile>
+__device__ std::uint32_t Consumer<Traits>::encode(const Spans& seen, std::int32_t first, int a) {
+  std::uint32_t full = 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float* w = scores + 8 * a + 2 * r;
+    const std::uint32_t four = to_e4m3(w[0], w[1]) | (to_e4m3(w[4], w[5]) << 16);
+    fresh[2 * a + r] = four & Tile::bytes(seen, r, first + key_of(8 * a));
+    full |= fresh[2 * a + r] + kToFull;
+  }
+  return full;
+}
+
+}  // namespace mxflash::cuda
