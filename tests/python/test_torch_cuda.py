@@ -174,7 +174,7 @@ def cycles(seconds):
 
 
 @on_device
-def test_the_current_stream_and_no_other(problem):
+def test_c26_the_current_stream_and_no_other(problem):
     p = cuda(problem(LENGTHS))
     want = run(p)
     stream = torch.cuda.Stream()
@@ -231,7 +231,7 @@ def test_memory_is_outputs_and_a_workspace_of_torchs(problem):
 
 @on_device
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device, the test needs two")
-def test_tensors_of_another_device(problem):
+def test_c26_tensors_of_another_device(problem):
     p = problem(LENGTHS)
     want = run(cuda(p, "cuda:0"))
     there = cuda(p, "cuda:1")
@@ -361,7 +361,7 @@ def test_c25_opcheck(problem):
         ([-(2**31), 33, 64], "starts elsewhere than at 0"),
     ],
 )
-def test_c26_malformed_offsets(side, offsets, message, problem):
+def test_c12_malformed_offsets(side, offsets, message, problem):
     p = cuda(problem([33, 31]))
     tensors = [p[name] for name in NAMES]
     bad = torch.tensor(offsets, dtype=torch.int32, device="cuda")
@@ -375,7 +375,7 @@ def test_c26_malformed_offsets(side, offsets, message, problem):
 
 
 @on_device
-def test_c27_what_requires_a_gradient_is_refused(problem):
+def test_what_requires_a_gradient_is_refused(problem):
     p = cuda(problem([33]))
     tensors = [p[name] for name in NAMES]
     want = attention(*tensors, p["cu_seqlens"])
@@ -418,7 +418,7 @@ def test_c27_what_requires_a_gradient_is_refused(problem):
         ({}, {"seed": -1}, ValueError, "seed: -1 given"),
     ],
 )
-def test_c26_bad_arguments_are_refused(change, settings, error, message, problem):
+def test_c12_bad_arguments_are_refused(change, settings, error, message, problem):
     change = dict(change)
     step = change.pop("stride", 1)
     change = {name: tensor() if callable(tensor) else tensor for name, tensor in change.items()}
@@ -439,7 +439,7 @@ def test_offsets_of_another_number_of_documents(problem):
 
 
 @on_device
-def test_the_other_functions_take_the_hosts_arrays(problem):
+def test_c29_the_other_functions_take_the_hosts_arrays(problem):
     p = cuda(problem([64]))
     with pytest.raises(RuntimeError, match=r"^q: an array on a CUDA device given, the host's memory \(mxflash\.torch"):
         mxflash.attention(*(p[name] for name in NAMES), p["cu_seqlens"])
