@@ -5,6 +5,7 @@ Needs a Hopper GPU, PyTorch for it and mxflash built with CUDA; bench/README.md 
 """
 
 import argparse
+import importlib.metadata
 import json
 import pathlib
 import platform
@@ -56,6 +57,18 @@ def timed(call, repeats):
         stop.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) for start, stop in events]
+
+
+def versions():
+    """Of what is measured, and where."""
+    yield torch.cuda.get_device_name()
+    yield f"Python {platform.python_version()}"
+    yield f"cuDNN {torch.backends.cudnn.version()}"
+    for package in ("torch", "nvidia-cudnn-frontend", "flash-attn-4", "nvidia-cutlass-dsl"):
+        try:
+            yield f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
 
 
 def contestants_of(options, pack):
@@ -117,8 +130,7 @@ def main():
         if name not in WORKLOADS:
             parser.error(f"--workload: {name} given, {', '.join(WORKLOADS)} allowed")
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, "
-        f"Python {platform.python_version()}; {HEADS} heads, dims {DIM}, BF16, {options.mask}, forward; "
+        f"{', '.join(versions())}; {HEADS} heads, dims {DIM}, BF16, {options.mask}, forward; "
         f"ms on the device, median (least..most) of {options.rounds} x {options.repeats}; "
         f"{options.recipe} with its quantization and schedule"
     )

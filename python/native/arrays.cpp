@@ -52,9 +52,10 @@ void check_memory(std::string_view name, const Array& array, Memory memory) {
   const bool host = device == nb::device::cpu::value || device == nb::device::cuda_host::value;
   if (memory == Memory::host ? host : cuda) return;
   const std::string given = cuda ? "a CUDA device" : host ? "the host" : fmt::format("DLPack device {}", device);
-  raise(unsupported(fmt::format(
-      "{}: an array on {} given, {} allowed", name, given,
-      memory == Memory::cuda ? "a CUDA device's memory" : "the host's memory (mxflash.torch.attention takes CUDA's)")));
+  const std::string allowed = memory == Memory::cuda
+                                  ? "a CUDA device's memory allowed"
+                                  : "the host's memory allowed (mxflash.torch.attention takes CUDA's)";
+  raise(unsupported(fmt::format("{}: an array on {} given, {}", name, given, allowed)));
 }
 
 }  // namespace
