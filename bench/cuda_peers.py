@@ -81,7 +81,7 @@ def contestants_of(options, pack):
         except AbsentError as reason:
             absent[name] = str(reason)
             continue
-        error, place = pack.worst(call().reshape(pack.tokens, HEADS, DIM))
+        error, place = pack.worst(call)
         if not error < tolerance:
             raise SystemExit(f"{name}: relative L2 {error:.2e} at {place}, {tolerance:.0e} allowed: nothing is timed")
         made[name] = (call, error)
