@@ -8,6 +8,7 @@ import torch
 
 import mxflash
 from conftest import CAPTURE
+from mxflash import _native
 from mxflash.torch import attention
 from support import assert_same_bits, assert_within
 
@@ -451,6 +452,19 @@ def test_c29_a_build_without_cuda_says_so(problem):
     p = cuda(problem([64]))
     with pytest.raises(RuntimeError, match=f"^{re.escape(MISSING)}"):
         run(p)
+
+
+def test_c29_the_compiled_part_says_what_is_missing(problem):
+    p = problem([64])
+    arguments = _native.Arguments(*(p[name] for name in NAMES))
+    arguments.documents(p["cu_seqlens"], None)
+    settings = _native.Settings()
+    settings.recipe = "mxfp8"
+    on_host = "cu_seqlens_q: an array on the host given, a CUDA device's memory allowed"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(ENGINE['reason'] or on_host)}"):
+        _native.cuda_workspace_bytes(arguments, settings, _native.Device())
+    with pytest.raises(RuntimeError, match=f"^{on_host}"):
+        _native.cuda_forward(arguments, settings, _native.Device())
 
 
 @pytest.mark.parametrize("offsets", [True, False])
