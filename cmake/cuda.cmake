@@ -1,19 +1,24 @@
 # MXFLASH_CUDA=ON: the CUDA language for Hopper, and CUTLASS's headers as the target mxflash_cutlass.
 
+# Folder of a Python package that has `file`: of the Python that builds ours, or of the one scripts/setup.sh gpu fills.
+function(python_package_folder package file result)
+  set(
+    code
+    "import importlib.util as i; s = i.find_spec('${package}'); print(s.submodule_search_locations[0] if s else '')"
+  )
+  foreach(python IN ITEMS ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/.venv/bin/python)
+    execute_process(COMMAND ${python} -c "${code}" OUTPUT_VARIABLE folder OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    if(folder AND EXISTS ${folder}/${file})
+      set(${result} ${folder} PARENT_SCOPE)
+      return()
+    endif()
+  endforeach()
+  set(${result} "" PARENT_SCOPE)
+endfunction()
+
 # The compiler that scripts/setup.sh gpu installs, unless another is asked for; where it is not installed, that of PATH.
-set(cuda_python ${Python_EXECUTABLE})
-if(NOT cuda_python)
-  set(cuda_python ${PROJECT_SOURCE_DIR}/.venv/bin/python)
-endif()
-execute_process(
-  COMMAND
-    ${cuda_python} -c
-    "import importlib.util as i; s = i.find_spec('nvidia.cu13'); print(s.submodule_search_locations[0] if s else '')"
-  OUTPUT_VARIABLE cuda_folder
-  OUTPUT_STRIP_TRAILING_WHITESPACE
-  ERROR_QUIET
-)
-if(cuda_folder AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX} AND EXISTS ${cuda_folder}/bin/nvcc)
+python_package_folder(nvidia.cu13 bin/nvcc cuda_folder)
+if(cuda_folder AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   set(CMAKE_CUDA_COMPILER ${cuda_folder}/bin/nvcc)
 endif()
 if(NOT CMAKE_CUDA_HOST_COMPILER)
@@ -34,13 +39,7 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # A program starts, and says why not, where no CUDA is installed.
 
-execute_process(
-  COMMAND
-    ${cuda_python} -c "import importlib.util as i; print(i.find_spec('cutlass_library').submodule_search_locations[0])"
-  OUTPUT_VARIABLE cutlass_folder
-  OUTPUT_STRIP_TRAILING_WHITESPACE
-  ERROR_QUIET
-)
+python_package_folder(cutlass_library source/include/cutlass/cutlass.h cutlass_folder)
 set(MXFLASH_CUTLASS "${cutlass_folder}/source/include" CACHE PATH "Folder with cutlass/cutlass.h and cute/")
 if(NOT EXISTS ${MXFLASH_CUTLASS}/cutlass/cutlass.h)
   message(

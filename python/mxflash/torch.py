@@ -8,7 +8,7 @@ o.backward(do)
 import torch
 from torch import library
 
-from mxflash import _native
+from mxflash import _cuda, _native
 from mxflash._arrays import put, take
 from mxflash._attention import mask_of
 from mxflash._lists import recipe_text, recipes
@@ -33,6 +33,7 @@ def attention(
     engine: str = "auto",
     causality: str | None = None,
     seed: torch.Tensor | int | None = None,
+    validate: bool = False,
 ):
     """Attention of packed documents: o [tokens_q, heads, value_dim], or (o, lse float32 [tokens_q, heads]).
 
@@ -45,20 +46,28 @@ def attention(
     Under torch.compile a recipe of one's own goes as JSON text. Under autocast q, k and v take its type. The backward
     needs q, k and v alone, which is what is saved. A loss may use o, lse or both; create_graph=True raises.
     There is no forward-mode derivative (torch.func.jvp).
+
+    CUDA tensors, in a build with the CUDA engine: the forward on their device and torch's current stream. Nothing
+    waits, a graph may capture it, and the workspace is torch's. Values of cu_seqlens_* are checked on the device:
+    malformed ones give NaN, or ValueError with validate=True, which waits for the stream. There is no backward there
+    yet: tensors that require a gradient are refused.
     """
+    cuda = q.device.type == "cuda"
+    if cuda:
+        _cuda.refuse_gradients(q, k, v)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
     text = recipe_text(recipe)
     left, right = mask_of(causal, window)
-    if seed is None:
+    if seed is None and not cuda:  # It is of the backward.
         draws = text in _STOCHASTIC or (text.startswith("{") and "stochastic" in text)
         seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if draws else 0
-    if not isinstance(seed, torch.Tensor):
+    if seed is not None and not isinstance(seed, torch.Tensor):
         if not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"seed: {seed!r} given, an integer from 0 to 2**63 - 1 or None allowed")
         seed = torch.tensor(seed, dtype=torch.int64, device="cpu")
-    if seed.dtype != torch.int64 or seed.device.type != "cpu":
+    if seed is not None and (seed.dtype != torch.int64 or seed.device.type != "cpu"):
         raise ValueError(f"seed: {seed.dtype} on {seed.device} given, int64 on the host allowed")
     for name, tensor in (("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if tensor is not None and tensor.device != q.device:
@@ -77,6 +86,7 @@ def attention(
         engine,
         causality,
         deterministic,
+        validate,
     )
     return (o, lse) if return_lse else o
 
@@ -88,7 +98,7 @@ def _attention(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
-    seed: torch.Tensor,
+    seed: torch.Tensor | None,
     recipe: str,
     window_left: int,
     window_right: int,
@@ -96,10 +106,25 @@ def _attention(
     engine: str,
     causality: str | None,
     deterministic: bool,
+    validate: bool = False,  # Offsets on the host are checked in any case.
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    del validate
     arguments = _arguments((q, k, v), cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale)
     o, lse = _native.forward(arguments, _settings(seed, recipe, engine, causality, deterministic))
     return torch.from_dlpack(o), torch.from_dlpack(lse)
+
+
+@_attention.register_kernel("cuda")
+def _(
+    q, k, v, offsets_q, offsets_k, seed, recipe, left, right, scale, engine, causality, deterministic, validate=False
+):
+    _cuda.refuse_engine(engine, q.device)
+    with torch.cuda.device(q.device):
+        if offsets_q is None and offsets_k is None:
+            offsets_q, offsets_k = _cuda.one_document(q), _cuda.one_document(k)
+        arguments = _arguments((q, k, v), offsets_q, offsets_k, left, right, scale)
+        settings = _settings(seed, recipe, engine, causality, deterministic)
+        return _cuda.forward(arguments, settings, (q, k, v), validate)
 
 
 @library.custom_op("mxflash::attention_backward", mutates_args=())
@@ -128,6 +153,11 @@ def _attention_backward(
     return dq, dk, dv
 
 
+@_attention_backward.register_kernel("cuda")
+def _(*_):
+    raise RuntimeError("cuda has no backward yet; on the host there is one")
+
+
 def _arguments(tensors, cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale) -> _native.Arguments:
     names = ("q", "k", "v", "do", "dlse")
     taken = (tensor if tensor is None else take(name, tensor) for name, tensor in zip(names, tensors, strict=False))
@@ -141,7 +171,8 @@ def _arguments(tensors, cu_seqlens_q, cu_seqlens_k, window_left, window_right, s
 def _settings(seed, recipe, engine, causality, deterministic) -> _native.Settings:
     settings = _native.Settings()
     settings.recipe = recipe
-    put(settings, engine=engine, causality=causality, seed=int(seed), deterministic=deterministic)
+    seed = 0 if seed is None else int(seed)
+    put(settings, engine=engine, causality=causality, seed=seed, deterministic=deterministic)
     return settings
 
 
@@ -159,7 +190,7 @@ def _(_do, q, k, v, *_):
 
 def _save(ctx, inputs, output):  # The names are torch's.
     del output  # Nothing of it is needed.
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seed, *ctx.rest = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seed, *ctx.rest, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, seed)
 
@@ -167,7 +198,7 @@ def _save(ctx, inputs, output):  # The names are torch's.
 def _gradients(ctx, do, dlse):
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("create_graph: True given, False allowed (attention's gradients have no gradients)")
-    nothing = (None,) * (3 + len(ctx.rest))
+    nothing = (None,) * (4 + len(ctx.rest))
     if do is None and dlse is None:
         return None, None, None, *nothing
     q, k, v, *rest = ctx.saved_tensors

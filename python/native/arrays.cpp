@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <memory>
-#include <span>
 #include <vector>
 
 namespace mxflash::python {
@@ -46,17 +45,28 @@ std::string type_name(const Array& array) {
 
 std::vector<std::int64_t> shape_of(const Array& array) { return {array.shape_ptr(), array.shape_ptr() + array.ndim()}; }
 
-void check_device(std::string_view name, const Array& array) {
+void check_memory(std::string_view name, const Array& array, Memory memory) {
   const int device = array.device_type();
+  const bool cuda = device == nb::device::cuda::value;
   // Pinned host memory is host memory.
-  if (device == nb::device::cpu::value || device == nb::device::cuda_host::value) return;
-  raise(unsupported(fmt::format(
-      "{}: an array on {} given, the host's memory allowed (this build's engines run there)", name,
-      device == nb::device::cuda::value ? std::string("a CUDA device") : fmt::format("DLPack device {}", device))));
+  const bool host = device == nb::device::cpu::value || device == nb::device::cuda_host::value;
+  if (memory == Memory::host ? host : cuda) return;
+  const std::string given = cuda ? "a CUDA device" : host ? "the host" : fmt::format("DLPack device {}", device);
+  const std::string allowed = memory == Memory::cuda
+                                  ? "a CUDA device's memory allowed"
+                                  : "the host's memory allowed (mxflash.torch.attention takes CUDA's)";
+  raise(unsupported(fmt::format("{}: an array on {} given, {}", name, given, allowed)));
 }
 
-std::span<const std::int32_t> offsets_of(std::string_view name, const Array& array) {
-  check_device(name, array);
+}  // namespace
+
+void raise(const Error& error) {
+  if (error.kind == ErrorKind::invalid_argument) throw nb::value_error(error.message.c_str());
+  throw std::runtime_error(error.message);
+}
+
+std::span<const std::int32_t> offsets_of(std::string_view name, const Array& array, Memory memory) {
+  check_memory(name, array, memory);
   if (array.ndim() != 1) {
     raise(invalid(fmt::format("{}: shape [{}] given, one dimension [documents + 1] allowed", name,
                               fmt::join(shape_of(array), ", "))));
@@ -70,15 +80,8 @@ std::span<const std::int32_t> offsets_of(std::string_view name, const Array& arr
   return {static_cast<const std::int32_t*>(array.data()), array.shape(0)};
 }
 
-}  // namespace
-
-void raise(const Error& error) {
-  if (error.kind == ErrorKind::invalid_argument) throw nb::value_error(error.message.c_str());
-  throw std::runtime_error(error.message);
-}
-
-TensorView view_of(std::string_view name, const Array& array) {
-  check_device(name, array);
+TensorView view_of(std::string_view name, const Array& array, Memory memory) {
+  check_memory(name, array, memory);
   const std::optional<DType> dtype = dtype_of(array);
   if (!dtype || !is_floating(*dtype)) {
     raise(invalid(fmt::format("{}: type {} given, {} allowed", name, type_name(array), kFloats)));
@@ -98,7 +101,7 @@ TensorView view_of(std::string_view name, const Array& array) {
 }
 
 TensorView rows_view_of(std::string_view name, const Array& array) {
-  check_device(name, array);
+  check_memory(name, array, Memory::host);
   if (dtype_of(array) != DType::f32) {
     raise(invalid(fmt::format("{}: type {} given, float32 allowed", name, type_name(array))));
   }
@@ -114,7 +117,7 @@ TensorView rows_view_of(std::string_view name, const Array& array) {
 }
 
 Tensor copy_of(std::string_view name, const Array& array) {
-  check_device(name, array);
+  check_memory(name, array, Memory::host);
   const std::optional<DType> dtype = dtype_of(array);
   if (!dtype) {
     raise(
@@ -142,8 +145,8 @@ Packing packing_of(const Offsets& offsets, std::int64_t tokens_q, std::int64_t t
     raise(invalid("cu_seqlens_k: given without cu_seqlens_q, both allowed or neither"));
   }
   if (!offsets.q) return Packing::single(tokens_q, tokens_k);
-  const auto q = offsets_of(offsets.k ? "cu_seqlens_q" : "cu_seqlens", *offsets.q);
-  const auto k = offsets.k ? offsets_of("cu_seqlens_k", *offsets.k) : q;
+  const auto q = offsets_of(offsets.k ? "cu_seqlens_q" : "cu_seqlens", *offsets.q, Memory::host);
+  const auto k = offsets.k ? offsets_of("cu_seqlens_k", *offsets.k, Memory::host) : q;
   return value_of(Packing::make(q, k, tokens_q, tokens_k));
 }
 

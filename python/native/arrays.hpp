@@ -4,7 +4,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <cstdint>
 #include <optional>
+#include <span>
 #include <string_view>
 
 #include "mxflash/packing.hpp"
@@ -29,20 +31,25 @@ T value_of(Result<T> result) {
   return std::move(result).value();
 }
 
+/// Where an array has to lie.
+enum class Memory { host, cuda };
+
 /// A view of [tokens, heads, dims] in the caller's memory. UINT16 stands for BF16 bits: numpy's arrays of ml_dtypes'
 /// bfloat16 come as such, which DLPack cannot carry.
-TensorView view_of(std::string_view name, const Array& array);
+TensorView view_of(std::string_view name, const Array& array, Memory memory = Memory::host);
 /// The same of a float32 array [tokens, heads], as [tokens, heads, 1].
 TensorView rows_view_of(std::string_view name, const Array& array);
 /// A contiguous copy of any rank.
 Tensor copy_of(std::string_view name, const Array& array);
 
-/// Offsets as the contract has them: int32, one-dimensional, on the host. None: one document over all tokens; for keys
-/// None means the queries' offsets.
+/// Offsets as the contract has them: int32, one-dimensional. None: one document over all tokens; for keys None means
+/// the queries' offsets.
 struct Offsets {
   std::optional<Array> q;
   std::optional<Array> k;
 };
+/// Type, shape and place are checked, the values are not: on a device they cannot be read here.
+std::span<const std::int32_t> offsets_of(std::string_view name, const Array& array, Memory memory);
 Packing packing_of(const Offsets& offsets, std::int64_t tokens_q, std::int64_t tokens_k);
 
 /// Hands the tensor over: an array of numpy, whose BF16 goes as UINT16, or else a DLPack capsule.

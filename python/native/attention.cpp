@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings.hpp"
+#include "call.hpp"
 
 namespace mxflash::python {
 
@@ -18,19 +19,6 @@ std::int64_t bound_of(std::optional<std::int64_t> bound) {
       fmt::format("window: {} given, {} to {} or None (no bound) allowed", *bound, -Mask::unbounded, Mask::unbounded)));
 }
 
-/// The arrays of one call.
-struct Arguments {
-  Array q;
-  Array k;
-  Array v;
-  std::optional<Array> dout;
-  std::optional<Array> dlse;
-  Offsets offsets;
-  /// (left, right) in keys, None: no bound.
-  std::pair<std::optional<std::int64_t>, std::optional<std::int64_t>> window;
-  std::optional<float> scale;
-};
-
 /// Views into the caller's arrays, which Arguments keeps alive.
 struct Call {
   Problem problem;
@@ -41,21 +29,10 @@ Call call_of(const Arguments& arguments) {
   Inputs inputs{view_of("q", arguments.q), view_of("k", arguments.k), view_of("v", arguments.v), std::nullopt};
   if (arguments.dout) inputs.dout = view_of("do", *arguments.dout);
   if (arguments.dlse) inputs.dlse = rows_view_of("dlse", *arguments.dlse);
-  Problem problem{packing_of(arguments.offsets, inputs.q.tokens(), inputs.k.tokens()),
-                  Mask::window(bound_of(arguments.window.first), bound_of(arguments.window.second)), arguments.scale};
+  Problem problem{packing_of(arguments.offsets, inputs.q.tokens(), inputs.k.tokens()), mask_of(arguments),
+                  arguments.scale};
   return {std::move(problem), inputs};
 }
-
-/// Engine, threads, seed and determinism; `causality` is of the backward, None: the recipe's own.
-struct Settings {
-  std::string recipe;
-  std::string engine = "auto";
-  std::optional<std::string> causality;
-  int threads = 0;
-  std::uint64_t seed = 0;
-  bool deterministic = true;
-  bool numpy = false;  ///< Results as arrays of numpy.
-};
 
 Options options_of(const Settings& settings) {
   Options options;
@@ -64,22 +41,6 @@ Options options_of(const Settings& settings) {
   options.seed = settings.seed;
   options.deterministic = settings.deterministic;
   return options;
-}
-
-Recipe chosen_recipe(const Settings& settings) {
-  Recipe recipe = recipe_of(settings.recipe);
-  if (!settings.causality) return recipe;
-  return value_of(with_causality(recipe, value_of(parse_causality(*settings.causality))));
-}
-
-/// Without Python's lock: other threads go on, but nobody may write into the arrays.
-template <class Function>
-auto run(Function function) {
-  auto result = [&] {
-    const nb::gil_scoped_release release;
-    return function();
-  }();
-  return value_of(std::move(result));
 }
 
 nb::tuple give_results(ForwardResult result, bool numpy) {
@@ -94,7 +55,7 @@ nb::tuple forward(const Arguments& arguments, const Settings& settings) {
   const Call call = call_of(arguments);
   const Recipe recipe = chosen_recipe(settings);
   const Options options = options_of(settings);
-  return give_results(run([&] { return attention_forward(call.problem, recipe, call.inputs, options); }),
+  return give_results(value_of(unlocked([&] { return attention_forward(call.problem, recipe, call.inputs, options); })),
                       settings.numpy);
 }
 
@@ -102,23 +63,36 @@ nb::tuple backward(const Arguments& arguments, const Settings& settings) {
   const Call call = call_of(arguments);
   const Recipe recipe = chosen_recipe(settings);
   const Options options = options_of(settings);
-  return give_results(run([&] { return attention_backward(call.problem, recipe, call.inputs, options); }),
-                      settings.numpy);
+  return give_results(
+      value_of(unlocked([&] { return attention_backward(call.problem, recipe, call.inputs, options); })),
+      settings.numpy);
 }
 
 nb::tuple float64_forward(const Arguments& arguments, const Settings& settings) {
   const Call call = call_of(arguments);
   const Options options = options_of(settings);
-  return give_results(run([&] { return exact_forward(call.problem, call.inputs, options); }), settings.numpy);
+  return give_results(value_of(unlocked([&] { return exact_forward(call.problem, call.inputs, options); })),
+                      settings.numpy);
 }
 
 nb::tuple float64_backward(const Arguments& arguments, const Settings& settings) {
   const Call call = call_of(arguments);
   const Options options = options_of(settings);
-  return give_results(run([&] { return exact_backward(call.problem, call.inputs, options); }), settings.numpy);
+  return give_results(value_of(unlocked([&] { return exact_backward(call.problem, call.inputs, options); })),
+                      settings.numpy);
 }
 
 }  // namespace
+
+Mask mask_of(const Arguments& arguments) {
+  return Mask::window(bound_of(arguments.window.first), bound_of(arguments.window.second));
+}
+
+Recipe chosen_recipe(const Settings& settings) {
+  Recipe recipe = recipe_of(settings.recipe);
+  if (!settings.causality) return recipe;
+  return value_of(with_causality(recipe, value_of(parse_causality(*settings.causality))));
+}
 
 void bind_attention(nb::module_& module) {
   nb::class_<Arguments>(module, "Arguments", "The arrays of one call; nothing is copied.")

@@ -7,6 +7,7 @@
 namespace mxflash::python {
 
 void bind_attention(nb::module_& module);
+void bind_cuda(nb::module_& module);
 void bind_files(nb::module_& module);
 void bind_lists(nb::module_& module);
 void bind_quantize(nb::module_& module);

@@ -10,6 +10,7 @@ NB_MODULE(_native, module) {
       "check_array", [](const mxflash::python::Array&) {}, "TypeError for what DLPack cannot carry",
       mxflash::python::nb::arg("array"));
   mxflash::python::bind_attention(module);
+  mxflash::python::bind_cuda(module);
   mxflash::python::bind_quantize(module);
   mxflash::python::bind_lists(module);
   mxflash::python::bind_files(module);

@@ -1,0 +1,203 @@
+"""Who is compared on a GPU: each is made for one pack and gives back a call without arguments, which returns o; an
+attribute `factor` says what it is multiplied by. Whoever cannot take part says why."""
+
+import importlib
+import inspect
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+HEADS, DIM = 16, 128
+# Rows of a document that are checked: its first, its middle and its last ones.
+ROWS = 64
+DOCUMENTS = 8
+
+
+class AbsentError(Exception):
+    """Why a contestant does not take part."""
+
+
+def package(module, wheel):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise AbsentError(f"package {wheel} does not load ({error})") from None
+
+
+class Pack:
+    """Random BF16 tensors [tokens, heads, dims] of one packing, and what is right for some of the rows."""
+
+    def __init__(self, lengths, kv_heads, causal):
+        self.lengths, self.kv_heads, self.causal, self.tokens = lengths, kv_heads, causal, sum(lengths)
+        generator = torch.Generator("cuda").manual_seed(0)
+        shapes = ((HEADS, DIM), (kv_heads, DIM), (kv_heads, DIM))
+        self.q, self.k, self.v = (
+            torch.randn(self.tokens, *shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+            for shape in shapes
+        )
+        self.offsets = torch.tensor([0, *lengths], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.truth = [self._exact(document, head) for document in self._checked() for head in (0, HEADS - 1)]
+
+    def dense(self):
+        """q, k and v as [documents, heads, length, dims]."""
+        if len(set(self.lengths)) != 1 or self.kv_heads != HEADS:
+            raise AbsentError("takes documents of one length")
+        shape = (len(self.lengths), self.lengths[0], HEADS, DIM)
+        return [x.view(shape).transpose(1, 2) for x in (self.q, self.k, self.v)]
+
+    def repeated(self):
+        """k and v with a head for each of q."""
+        return [x.repeat_interleave(HEADS // self.kv_heads, 1).contiguous() for x in (self.k, self.v)]
+
+    def _checked(self):
+        """The shortest and the longest document and some between."""
+        order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
+        return {order[round(i * (len(order) - 1) / (DOCUMENTS - 1))] for i in range(DOCUMENTS)}
+
+    def _exact(self, document, head):
+        """(rows of the pack, head, their attention in float64)."""
+        begin, length = sum(self.lengths[:document]), self.lengths[document]
+        middle = length // 2
+        parts = (range(ROWS), range(middle, middle + ROWS), range(length - ROWS, length))
+        rows = torch.tensor(sorted({row for part in parts for row in part if 0 <= row < length}), device="cuda")
+        kv = head // (HEADS // self.kv_heads)
+        q, k, v = (x[begin : begin + length, h].double() for x, h in ((self.q, head), (self.k, kv), (self.v, kv)))
+        scores = q[rows] @ k.T / DIM**0.5
+        if self.causal:
+            scores.masked_fill_(torch.arange(length, device="cuda") > rows[:, None], -torch.inf)
+        return begin + rows, head, scores.softmax(-1) @ v
+
+    def worst(self, call):
+        """(the largest relative L2 error over the documents and heads that are checked, where)."""
+        o = call().float().reshape(self.tokens, HEADS, DIM) / getattr(call, "factor", 1.0)
+        errors = []
+        for rows, head, want in self.truth:
+            got = o[rows, head].double()
+            errors.append((((got - want).norm() / want.norm()).item(), f"rows from {rows[0].item()}, head {head}"))
+        return max(errors, key=lambda error: float("inf") if error[0] != error[0] else error[0])
+
+
+def mxflash(recipe):
+    def make(pack):
+        from mxflash.torch import attention
+
+        return lambda: attention(pack.q, pack.k, pack.v, pack.offsets, recipe=recipe, causal=pack.causal)
+
+    return make
+
+
+def varlen(pack):
+    function = package("torch.nn.attention.varlen", "torch").varlen_attn
+    longest = max(pack.lengths)
+    k, v = pack.repeated()
+    # The argument has had two names.
+    named = "is_causal" in inspect.signature(function).parameters
+    mask = {"is_causal": pack.causal} if named else {"window_size": (-1, 0 if pack.causal else -1)}
+    return lambda: function(pack.q, k, v, pack.offsets, pack.offsets, longest, longest, **mask)
+
+
+def flex(pack):
+    documents = torch.arange(len(pack.lengths), device="cuda")
+    document = documents.repeat_interleave(torch.tensor(pack.lengths, device="cuda"))
+
+    def full(_batch, _head, query, key):
+        return document[query] == document[key]
+
+    def causal(_batch, _head, query, key):
+        return (document[query] == document[key]) & (query >= key)
+
+    torch._dynamo.reset()  # It compiles a function so many times, and then no more.
+    mask = causal if pack.causal else full
+    block_mask = torch.compile(create_block_mask)(mask, None, None, pack.tokens, pack.tokens, device="cuda")
+    q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (pack.q, pack.k, pack.v))
+    compiled = torch.compile(flex_attention, dynamic=False)
+    gqa = pack.kv_heads != HEADS
+    return lambda: compiled(q, k, v, block_mask=block_mask, enable_gqa=gqa)[0].transpose(0, 1)
+
+
+def flash4(pack):
+    function = package("flash_attn.cute", "flash-attn-4").flash_attn_varlen_func
+    longest = max(pack.lengths)
+    settings = {
+        "cu_seqlens_q": pack.offsets,
+        "cu_seqlens_k": pack.offsets,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "causal": pack.causal,
+    }
+
+    def call():
+        out = function(pack.q, pack.k, pack.v, **settings)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+def cudnn(pack):
+    q, k, v = pack.dense()
+
+    def call():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=pack.causal).transpose(1, 2)
+
+    return call
+
+
+def cudnn_fp8(pack):
+    """One scale a tensor; making the codes is not in the call. O in E4M3: cuDNN 9.19 has no other on Hopper."""
+    dense = pack.dense()
+    library = package("cudnn", "nvidia-cudnn-frontend")
+    real, e4m3 = library.data_type.FLOAT, library.data_type.FP8_E4M3
+    scales = [x.abs().amax().float() / 448 for x in dense]
+    # Weights are at most 1 and values of O at most V's: E4M3 holds 448.
+    weights, result = (torch.tensor(factor, device="cuda") for factor in (256.0, 64.0))
+    factors = [*scales, 1 / weights, weights, result]
+    codes = [(x / scale).to(torch.float8_e4m3fn) for x, scale in zip(dense, scales, strict=True)]
+    o = torch.empty_like(codes[0])
+    largest = torch.empty((2, 1, 1, 1, 1), device="cuda")  # Of S and O; cuDNN wants to write them.
+
+    handle = library.create_handle()
+    library.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    graph = library.pygraph(io_data_type=e4m3, intermediate_data_type=real, compute_data_type=real, handle=handle)
+    one = {"dim": [1, 1, 1, 1], "stride": [1, 1, 1, 1]}
+    inputs = [graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=e4m3) for x in codes]
+    scalars = [graph.tensor(**one, data_type=real) for _ in factors]
+    names = ("q", "k", "v", "descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    out, _, *maxima = graph.sdpa_fp8(
+        **dict(zip(names, inputs + scalars, strict=True)),
+        generate_stats=False,
+        attn_scale=DIM**-0.5,
+        use_causal_mask=pack.causal,
+    )
+    out.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride())).set_data_type(e4m3)
+    for maximum in maxima:
+        maximum.set_output(True).set_dim(one["dim"]).set_stride(one["stride"]).set_data_type(real)
+    try:
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([library.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+    except (RuntimeError, library.cudnnGraphNotSupportedError) as error:
+        raise AbsentError(f"cuDNN has no plan for it ({str(error).splitlines()[0]})") from None
+    workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device="cuda")
+    handed = dict(zip([*inputs, *scalars, out, *maxima], [*codes, *factors, o, *largest], strict=True))
+
+    def call():
+        graph.execute(handed, workspace, handle=handle)
+        return o.transpose(1, 2)
+
+    call.factor = result.item()
+    return call
+
+
+# (how it is made, its largest relative L2 error). BF16 rounds by 2^-9 of a value. E4M3 rounds by about 2.6 % of a value
+# (2^-4 at most), and q, k, v and the weights each do, so that 5 % of O are its due.
+PEERS = {
+    "torch varlen": (varlen, 1e-2),
+    "FlexAttention": (flex, 1e-2),
+    "FlashAttention 4": (flash4, 1e-2),
+    "cuDNN": (cudnn, 1e-2),
+    "cuDNN FP8, codes made": (cudnn_fp8, 8e-2),
+}
