@@ -1,0 +1,33 @@
+// 2^t in a recipe's way. `pair`: which of eight pairs of keys it is.
+#pragma once
+
+#include "cuda/embed_mma.cuh"
+#include "cuda/sm90.cuh"
+
+namespace mxflash::cuda {
+
+struct ExactExponential {
+  static __device__ float of(float t, int /*pair*/) { return exp2_fast(t); }
+};
+
+/// Mitchell's, the logarithm's fixed point read as a float: 2^whole (1 + fraction). Whole and fraction apart keep the
+/// bits that t + 127 would lose.
+struct MitchellExponential {
+  static __device__ float of(float t, int /*pair*/) {
+    const float moved = t - 0.0695F;
+    const float whole = floorf(fmaxf(moved, -128.0F));
+    return held_pow2(whole) * (moved < -128.0F ? 1.0F : 1.0F + (moved - whole));
+  }
+};
+
+/// Schraudolph's, in the bits of a BF16, for five of eight pairs of keys.
+struct SchraudolphExponential {
+  static __device__ float of(float t, int pair) {
+    constexpr float kToInteger = 8388608.0F;  // Rounds to nearest even, and leaves the integer in the low bits.
+    const float bits = fminf(fmaxf(fmaf(t + 127.0F, 128.0F, -7.0F), 0.0F), 32639.0F);
+    const float read = __uint_as_float(__float_as_uint(bits + kToInteger) << 16);
+    return pair < 5 && t == t ? read : exp2_fast(t);
+  }
+};
+
+}  // namespace mxflash::cuda

@@ -1,0 +1,219 @@
+// The embedded forward's parts: what a block shares, which tiles of keys it meets in which order, 16 queries of a warp.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <numbers>
+
+#include "cuda/documents.cuh"
+#include "cuda/embed.hpp"
+#include "cuda/embed_exponential.cuh"
+#include "cuda/embed_mma.cuh"
+
+namespace mxflash::cuda {
+
+inline constexpr int kEmbedWarps = 8;
+inline constexpr int kEmbedThreads = kEmbedWarps * 32;
+inline constexpr int kEmbedStages = 2;
+inline constexpr int kWarpQueries = 16;
+/// Keys that share what a mask cuts and a group of weights; and queries likewise.
+inline constexpr int kGroup = 32;
+
+template <int kKeyDimsOf, int kValueDimsOf, int kBlocksOf>
+struct EmbedTraits {
+  static constexpr int kKeyDims = kKeyDimsOf;
+  static constexpr int kValueDims = kValueDimsOf;
+  static constexpr int kBlocks = kBlocksOf;  ///< Of an SM, which leaves registers for so many.
+  static constexpr int kKeys = 64;
+  static constexpr int kKeyBytes = 2 * kKeyDims;      // Of a row.
+  static constexpr int kValueBytes = 2 * kValueDims;  // The same.
+};
+
+/// A block's work: 128 queries of one document and head, one part of the dims of V.
+struct EmbedWork {
+  Item item;
+  std::int32_t head;
+  std::int32_t kv_head;
+  std::int32_t part;
+  std::int32_t first_tile;  ///< Of the document's keys, as Traits::kKeys; those that a query sees.
+  std::int32_t end_tile;
+};
+
+/// Groups of 32 keys that a block of 32 queries sees whole: those whose first key is within [first, last].
+struct WholeGroups {
+  std::int32_t first = 0;
+  std::int32_t last = -1;
+
+  [[nodiscard]] __device__ bool holds(std::int32_t key) const { return first <= key && key <= last; }
+};
+
+/// As cuts_tile of packing.hpp. Queries past the document's end do not count, keys do.
+__device__ inline WholeGroups whole_groups(const Item& item, const Band& band, std::int32_t group) {
+  constexpr std::int64_t kFar = INT32_MAX;
+  const std::int64_t first = item.first_position + std::int64_t{group} * kGroup;
+  const std::int64_t last = item.first_position + std::int64_t{min((group + 1) * kGroup, item.queries)} - 1;
+  const std::int64_t from = max(last - band.left, -kFar);
+  const std::int64_t to = min(first + band.right - (kGroup - 1), kFar);
+  return {static_cast<std::int32_t>(min(from, kFar)), static_cast<std::int32_t>(max(to, -kFar))};
+}
+
+struct KeyRange32 {
+  std::int32_t begin = 0;
+  std::int32_t end = 0;
+  [[nodiscard]] __device__ bool empty() const { return begin >= end; }
+};
+
+/// Keys of the document that the 16 queries of a warp see.
+struct WarpKeys {
+  KeyRange32 some;   ///< At least one of them.
+  KeyRange32 every;  ///< All of them.
+  WholeGroups whole;
+};
+
+/// What the second pass knows of a row.
+struct alignas(16) RowReference {
+  float t = 0;       ///< m: the integer above all logits with V's exponents.
+  float s = 0;       ///< The same without them: what the row sum is relative to.
+  float light = 0;   ///< Keys whose V has an exponent up to this may be light.
+  float height = 0;  ///< log2 of what the output is held down by. Inf: the row sees a poisoned V.
+};
+
+template <class Traits>
+struct EmbedShared {
+  struct Stage {
+    std::uint16_t keys[Traits::kKeys * Traits::kKeyDims];
+    std::uint16_t values[Traits::kKeys * Traits::kValueDims];
+    EmbeddedKey about[Traits::kKeys];
+  };
+  std::uint16_t queries[kTileRows * Traits::kKeyDims];
+  Stage stage[kEmbedStages];
+  EmbedWork work;
+  KeyRange32 visible[kTileRows];
+  RowReference row[kTileRows];
+  WarpKeys warp[kEmbedWarps];
+};
+
+/// The keys of every query and warp, in shared memory: registers are short.
+template <class Traits>
+__device__ void find_keys(const EmbedForwardArguments& a, EmbedShared<Traits>& s) {
+  const EmbedWork& work = s.work;
+  const int query = static_cast<int>(threadIdx.x);
+  if (query >= kTileRows) return;
+  const KeySpan span = visible_keys(work.item.first_position + std::int64_t{query}, work.item.keys, a.band);
+  KeyRange32 keys;
+  if (query < work.item.queries) keys = {static_cast<std::int32_t>(span.begin), static_cast<std::int32_t>(span.end)};
+  s.visible[query] = keys;
+  WarpKeys all;
+  // Halves of a warp of threads are the queries of two warps.
+  for (int half = 0; half < 2; ++half) {
+    const bool mine = query % 32 / kWarpQueries == half;
+    const bool some = mine && !keys.empty();
+    all.some = {__reduce_min_sync(0xFFFFFFFFU, some ? keys.begin : INT32_MAX),
+                __reduce_max_sync(0xFFFFFFFFU, some ? keys.end : 0)};
+    all.every = {__reduce_max_sync(0xFFFFFFFFU, mine ? keys.begin : 0),
+                 __reduce_min_sync(0xFFFFFFFFU, mine ? keys.end : INT32_MAX)};
+    all.whole = whole_groups(work.item, a.band, query / kGroup);
+    if (query % 32 == 0) s.warp[query / kWarpQueries + half] = all;
+  }
+}
+
+/// The block meets every tile twice: for the largest logits of its rows, then for the weights. Tiles of the second kind
+/// come after all of the first.
+struct Step {
+  std::int32_t tile = 0;
+  std::int32_t phase = 0;  ///< Of pass and kind in one register: they are short.
+
+  [[nodiscard]] __device__ std::int32_t pass() const { return phase / kTileKinds; }
+  [[nodiscard]] __device__ std::int32_t kind() const { return phase % kTileKinds; }
+};
+inline constexpr std::int32_t kMaxima = 0;
+inline constexpr std::int32_t kWeights = 1;
+inline constexpr std::int32_t kPasses = 2;
+
+template <class Traits>
+class Steps {
+ public:
+  __device__ Steps(const EmbedForwardArguments& arguments, const EmbedWork& work) : a_(arguments), work_(work) {}
+
+  /// Before the first.
+  [[nodiscard]] __device__ Step before() const { return {work_.first_tile - 1, 0}; }
+  /// To the next one; false: there is none.
+  __device__ bool advance(Step& step) const {
+    do {
+      if (++step.tile < work_.end_tile) continue;
+      step.tile = work_.first_tile;
+      if (work_.end_tile <= work_.first_tile) return false;
+      step.phase += a_.tables.kinds == 1 ? kTileKinds : 1;
+      if (step.pass() == kPasses) return false;
+    } while (!meets(step));
+    return true;
+  }
+
+ private:
+  /// Whether the tile has a group of the kind; not all of those must be visible.
+  [[nodiscard]] __device__ bool meets(const Step& step) const {
+    if (a_.tables.kinds == 1) return true;
+    for (int group = 0; group * kGroup < work_.item.queries; ++group) {
+      const WholeGroups whole = whole_groups(work_.item, a_.band, group);
+      for (std::int32_t key = step.tile * Traits::kKeys; key < (step.tile + 1) * Traits::kKeys; key += kGroup) {
+        if (whole.holds(key) == (step.kind() == kWholeTiles)) return true;
+      }
+    }
+    return false;
+  }
+
+  const EmbedForwardArguments& a_;
+  const EmbedWork& work_;
+};
+
+/// Asynchronous copies of a block.
+template <class Traits>
+class Copies {
+ public:
+  __device__ Copies(const EmbedForwardArguments& arguments, const EmbedWork& work, EmbedShared<Traits>& shared)
+      : a_(arguments), work_(work), s_(shared) {}
+
+  __device__ void queries() const {
+    const std::int64_t row = std::int64_t{work_.head} * a_.sizes.tokens_q + work_.item.query_row;
+    rows<Traits::kKeyBytes>(s_.queries, a_.tables.queries + row * Traits::kKeyDims, Traits::kKeyDims, kTileRows,
+                            work_.item.queries);
+  }
+
+  __device__ void tile(const Step& step, int stage) const {
+    typename EmbedShared<Traits>::Stage& to = s_.stage[stage];
+    const TileKind& kind = a_.tables.kind[step.kind()];
+    const std::int32_t first = step.tile * Traits::kKeys;
+    const std::int32_t count = work_.item.keys - first;  // Or more; beyond are zeros.
+    const std::int64_t row = std::int64_t{work_.kv_head} * a_.sizes.tokens_k + work_.item.key_row + first;
+    rows<Traits::kKeyBytes>(to.keys, a_.tables.keys + row * Traits::kKeyDims, Traits::kKeyDims, Traits::kKeys, count);
+    const int key = static_cast<int>(threadIdx.x);
+    if (key < Traits::kKeys) copy_chunk(shared_address(to.about + key), kind.keys + row + (key < count ? key : 0), key < count);
+    if (step.pass() == kMaxima) return;
+    const std::int64_t length = std::int64_t{a_.sizes.value_parts} * a_.sizes.value_dims;
+    rows<Traits::kValueBytes>(to.values, kind.values + row * length + work_.part * Traits::kValueDims, length,
+                              Traits::kKeys, count);
+  }
+
+ private:
+  /// `most` rows to shared memory, of which `count` are there.
+  template <int kRowBytes>
+  static __device__ void rows(std::uint16_t* to, const std::uint16_t* from, std::int64_t length, int most, int count) {
+    constexpr int kChunks = kRowBytes / 16;
+    const std::uint32_t base = shared_address(to);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < most * kChunks; i += kEmbedThreads) {
+      const int row = i / kChunks;
+      const int chunk = i % kChunks;
+      const bool there = row < count;
+      copy_chunk(base + swizzled<kRowBytes>(row, chunk), from + (there ? row : 0) * length + chunk * 8, there);
+    }
+  }
+
+  const EmbedForwardArguments& a_;
+  const EmbedWork& work_;
+  EmbedShared<Traits>& s_;
+};
+
+}  // namespace mxflash::cuda
+
+#include "cuda/embed_rows.cuh"

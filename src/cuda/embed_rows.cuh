@@ -1,0 +1,327 @@
+// 16 queries of a warp against a group of 32 keys: scores, then their maxima, or weights, sums and output. A thread has
+// parts of two rows, `r` = 0 and 1 (eight apart): columns 8 n + 2 quad and the next of a group.
+#pragma once
+
+#include "cuda/embed_forward.cuh"
+
+namespace mxflash::cuda {
+
+/// What the first pass makes of a thread's two rows. s is a logit, t the same with V's exponent.
+struct RowMaxima {
+  float t[2] = {-INFINITY, -INFINITY};
+  float s[2] = {-INFINITY, -INFINITY};
+  float fold[2] = {-kE8m0Bias, -kE8m0Bias};  ///< Where V folds.
+  float height[2] = {-INFINITY, -INFINITY};
+};
+
+/// Whether a row sees the key in a column of a group: of a group that no row's mask cuts, and of others. `from`: the
+/// first of a thread's rows.
+struct EveryKey {
+  [[nodiscard]] __device__ bool sees(int /*r*/, int /*column*/) const { return true; }
+};
+struct SomeKeys {
+  __device__ SomeKeys(const KeyRange32* from, std::int32_t first)
+      : begin{from[0].begin - first, from[8].begin - first}, end{from[0].end - first, from[8].end - first} {}
+  [[nodiscard]] __device__ bool sees(int r, int column) const { return begin[r] <= column && column < end[r]; }
+
+  std::int32_t begin[2];
+  std::int32_t end[2];
+};
+
+template <class Traits, class Exp>
+class EmbedRows {
+ public:
+  __device__ EmbedRows(const EmbedForwardArguments& arguments, const EmbedWork& of, EmbedShared<Traits>& shared)
+      : a(arguments),
+        work(of),
+        s(shared),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        first_row(static_cast<int>(threadIdx.x) / 32 * kWarpQueries),
+        quad(lane % 4) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = query_of(r);
+      const std::int64_t place = std::int64_t{work.head} * a.sizes.tokens_q + work.item.query_row + query;
+      factor[r] = query < work.item.queries ? held(a.tables.query_factor[place] * a.logit_scale, kFar) : 0.0F;
+    }
+  }
+
+  /// First pass, of one tile.
+  __device__ void look(const Step& step, int stage, RowMaxima& most) {
+    each_group(step, [&]<class Keys>(const TileKind& kind, int group, const Keys& keys) {
+      multiply_scores(s.stage[stage], group);
+      measure(kind, s.stage[stage].about + group * kGroup, keys, most);
+    });
+  }
+
+  /// Between the passes.
+  __device__ void refer(const RowMaxima& most) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      RowReference of;
+      of.t = reference(most_of_row(most.t[r]));
+      of.s = reference(most_of_row(most.s[r]));
+      of.light = fmaxf(most_of_row(most.fold[r]) - kLightOctaves, static_cast<float>(-kE8m0Bias));
+      of.height = fmaxf(most_of_row(most.height[r]) - kMostHeight, 0.0F);
+      s.row[query_of(r)] = of;  // The same from all four threads, each of which has then written what it reads.
+      sum[r] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[i][j] = 0;
+    }
+  }
+
+  /// Second pass, of one tile.
+  __device__ void weigh(const Step& step, int stage) {
+    each_group(step, [&]<class Keys>(const TileKind& kind, int group, const Keys& keys) {
+      multiply_scores(s.stage[stage], group);
+      to_weights(kind, s.stage[stage].about + group * kGroup, keys);
+      multiply_values(s.stage[stage], group);
+    });
+  }
+
+  __device__ void store() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float all = sum[r] + __shfl_xor_sync(0xFFFFFFFFU, sum[r], 1);
+      all += __shfl_xor_sync(0xFFFFFFFFU, all, 2);
+      const int query = query_of(r);
+      if (query >= work.item.queries) continue;
+      const std::int64_t place = (std::int64_t{work.item.query_row} + query) * a.sizes.heads + work.head;
+      const bool empty = s.visible[query].empty();
+      const RowReference of = s.row[query];
+      if (quad == 0 && work.part == 0) {
+        a.lse[place] = empty ? -INFINITY : (of.s + log2f(all)) * std::numbers::ln2_v<float>;
+      }
+      const bool poisoned = of.height == INFINITY;
+      const auto unit = static_cast<int>(fminf(fmaxf(of.t - of.s + of.height, -300.0F), 300.0F));
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) {
+        const int dim = work.part * Traits::kValueDims + 8 * i + 2 * quad;
+        if (dim >= a.sizes.value_dim) continue;
+        float two[2];
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          two[b] = empty ? 0.0F : poisoned ? NAN : scalbnf(out[i][2 * r + b] / all, unit);
+        }
+        write(place * a.sizes.value_dim + dim, two[0], two[1]);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kScores = kGroup / 8;               // Of eight keys.
+  static constexpr int kOutputs = Traits::kValueDims / 8;  // Of eight dims.
+  /// Logits are held here: of equal ones the difference is then 0.
+  static constexpr float kFar = 1e38F;
+  /// Sums of 2^17 keys of a V below 2^100 stay inside FP32; higher rows are held down by a power of two.
+  static constexpr float kMostHeight = 100.0F;
+  static constexpr float kLightOctaves = 3.0F;
+
+  [[nodiscard]] __device__ int query_of(int r) const { return first_row + lane / 4 + 8 * r; }
+  /// Column of the scores [n][b] and [n][2 + b].
+  [[nodiscard]] __device__ int column(int n, int b) const { return 8 * n + 2 * quad + b; }
+  /// Which of eight pairs of keys the scores [n] are.
+  [[nodiscard]] __device__ int pair_of(int n) const { return n % 2 * 4 + quad; }
+
+  __device__ void multiply_scores(const typename EmbedShared<Traits>::Stage& stage, int group) {
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[n][j] = 0;
+    }
+    const std::uint32_t query =
+        row_address<Traits::kKeyBytes>(shared_address(s.queries), first_row + lane % 16, lane / 16);
+    const std::uint32_t key = row_address<Traits::kKeyBytes>(
+        shared_address(stage.keys), group * kGroup + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+    for (int k = 0; k < Traits::kKeyDims / 16; ++k) {
+      std::uint32_t left[4];
+      load_matrices(left, query ^ (k * 32));
+#pragma unroll
+      for (int n = 0; n < kScores; n += 2) {
+        std::uint32_t right[4];
+        load_matrices(right, (key ^ (k * 32)) + n * 8 * Traits::kKeyBytes);
+        multiply_bf16(scores[n], left, right[0], right[1]);
+        multiply_bf16(scores[n + 1], left, right[2], right[3]);
+      }
+    }
+  }
+
+  /// The scores hold P.
+  __device__ void multiply_values(const typename EmbedShared<Traits>::Stage& stage, int group) {
+    const std::uint32_t value = row_address<Traits::kValueBytes>(shared_address(stage.values),
+                                                                 group * kGroup + lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < kGroup / 16; ++k) {
+      const std::uint32_t left[4] = {
+          pack_bf16(scores[2 * k][0], scores[2 * k][1]), pack_bf16(scores[2 * k][2], scores[2 * k][3]),
+          pack_bf16(scores[2 * k + 1][0], scores[2 * k + 1][1]), pack_bf16(scores[2 * k + 1][2], scores[2 * k + 1][3])};
+#pragma unroll
+      for (int i = 0; i < kOutputs; i += 2) {
+        std::uint32_t right[4];
+        load_transposed(right, (value ^ (i * 16)) + k * 16 * Traits::kValueBytes);
+        multiply_bf16(out[i], left, right[0], right[1]);
+        multiply_bf16(out[i + 1], left, right[2], right[3]);
+      }
+    }
+  }
+
+  /// The groups of a tile that are of its kind and that some row sees.
+  template <class Take>
+  __device__ void each_group(const Step& step, const Take& take) {
+    const WarpKeys& seen = s.warp[first_row / kWarpQueries];
+    const TileKind& kind = a.tables.kind[step.kind()];
+#pragma unroll 1
+    for (int group = 0; group < Traits::kKeys / kGroup; ++group) {
+      const std::int32_t key = step.tile * Traits::kKeys + group * kGroup;
+      if (key >= seen.some.end || key + kGroup <= seen.some.begin) continue;
+      if (a.tables.kinds > 1 && seen.whole.holds(key) != (step.kind() == kWholeTiles)) continue;
+      if (seen.every.begin <= key && key + kGroup <= seen.every.end) {
+        take(kind, group, EveryKey{});
+      } else {
+        take(kind, group, SomeKeys{s.visible + query_of(0), key});
+      }
+    }
+  }
+
+  /// NaN where either token is poisoned. One factor after the other: their product may leave FP32 where the logit does
+  /// not.
+  [[nodiscard]] __device__ float logit(float score, const EmbeddedKey& key, int r) const {
+    return held(score * key.factor * factor[r], kFar);
+  }
+
+  /// A NaN is never the larger.
+  template <class Keys>
+  __device__ void measure(const TileKind& kind, const EmbeddedKey* about, const Keys& keys, RowMaxima& most) {
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const EmbeddedKey key = about[column(n, b)];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (!keys.sees(r, column(n, b))) continue;
+          const float bare = logit(scores[n][2 * r + b], key, r);
+          most.s[r] = fmaxf(most.s[r], bare);
+          most.t[r] = fmaxf(most.t[r], bare + key.fold);
+          most.height[r] = fmaxf(most.height[r], key.height);
+          if (kind.folds != 0) most.fold[r] = fmaxf(most.fold[r], key.fold);
+        }
+      }
+    }
+  }
+
+  static __device__ float most_of_row(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, 2));
+  }
+  /// 0 for a row that has seen none but NaN.
+  static __device__ float reference(float top) { return top > -INFINITY ? ceilf(top) : 0.0F; }
+
+  /// Scores to P, and its share of the row sums.
+  template <class Keys>
+  __device__ void to_weights(const TileKind& kind, const EmbeddedKey* about, const Keys& keys) {
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const EmbeddedKey key = about[column(n, b)];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float& t = scores[n][2 * r + b];
+          t = keys.sees(r, column(n, b)) ? logit(t, key, r) + key.fold : -INFINITY;
+          top[r] = fmaxf(top[r], t);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const RowReference of = s.row[query_of(r)];
+      const float divisor = log2_divisor(kind.rule, top[r], of.t);
+      const float by = held_pow2(divisor - of.t - of.height);
+      if (kind.folds == 0 && a.row_sum == RowSum::quantized) {
+        sum[r] += round_plain(kind.rule, divisor, by, r) * held_pow2(divisor - of.s);
+      } else {
+        sum[r] += round_counted(kind, divisor, by, of, about, r);
+      }
+    }
+  }
+
+  /// log2 of what divides a row's weights before they are rounded.
+  static __device__ float log2_divisor(const WeightRule& rule, float top, float reference) {
+    if (rule.in_groups == 0) return reference - rule.log2_beta;
+    top = most_of_row(top);
+    if (!(top > -INFINITY)) return reference;
+    const float octave = floorf(top);
+    const float exponent = octave + rule.group_offset + (exp2_fast(top - octave) > rule.group_limit ? 1.0F : 0.0F);
+    return fmaxf(exponent, reference - static_cast<float>(kE8m0Bias));
+  }
+
+  /// Scores of a row to P where no key's V folds; the sum of what the codes stand for.
+  __device__ float round_plain(const WeightRule& rule, float divisor, float by, int r) {
+    float all = 0;
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        float& p = scores[n][2 * r + b];
+        const float code = rounded_to(rule.to, Exp::of(p - divisor, pair_of(n)));
+        all += code;
+        p = code * by;
+      }
+    }
+    return all;
+  }
+
+  /// Anywhere: a key counts its code without V's exponent, or its weight before rounding where that would be lost.
+  __device__ float round_counted(const TileKind& kind, float divisor, float by, const RowReference& of,
+                                 const EmbeddedKey* about, int r) {
+    const bool all_plain = a.row_sum == RowSum::unquantized;
+    float all = 0;
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        float& p = scores[n][2 * r + b];
+        const float fold = about[column(n, b)].fold;
+        const float t = p;
+        const float code = rounded_to(kind.rule.to, Exp::of(t - divisor, pair_of(n)));
+        p = code * by;
+        const bool light = kind.folds != 0 && fold <= of.light && code < kind.rule.smallest_normal;
+        float counted = code * held_pow2(divisor - of.s - fold);
+        if (light || all_plain) counted = Exp::of(t - fold - of.s, pair_of(n));
+        all += counted;
+      }
+    }
+    return all;
+  }
+
+  __device__ void write(std::int64_t place, float low, float high) const {
+    switch (a.dtype) {
+      case DType::bf16:
+        *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(a.o) + place) = __floats2bfloat162_rn(low, high);
+        break;
+      case DType::f16:
+        *reinterpret_cast<__half2*>(static_cast<__half*>(a.o) + place) = __floats2half2_rn(low, high);
+        break;
+      default: *reinterpret_cast<float2*>(static_cast<float*>(a.o) + place) = {low, high};
+    }
+  }
+
+  const EmbedForwardArguments& a;
+  const EmbedWork& work;
+  EmbedShared<Traits>& s;
+  int lane;
+  int first_row;  // Of the warp.
+  int quad;
+  float factor[2];  // Multiplies scores, after the key's.
+  float sum[2];
+  float scores[kScores][4];
+  float out[static_cast<std::size_t>(kOutputs)][4];
+};
+
+}  // namespace mxflash::cuda
