@@ -41,11 +41,9 @@ struct WeightRule {
 using TokenFactor = float;
 
 /// A key as a tile of one kind meets it.
-struct alignas(16) EmbeddedKey {
+struct alignas(8) EmbeddedKey {
   TokenFactor factor = 0;  ///< Of K.
   float fold = 0;          ///< Exponent of V where V folds.
-  float height = 0;        ///< All of V is below 2^height in magnitude; codes of a V that folds are small. Inf: poisoned.
-  float unused = 0;
 };
 
 /// Whole tiles, and those that the mask cuts.
@@ -57,6 +55,8 @@ inline constexpr std::int32_t kCutTiles = 1;
 struct TileKind {
   std::uint16_t* values = nullptr;  ///< BF16 [kv_heads, tokens_k, value_parts * value_dims]
   EmbeddedKey* keys = nullptr;      ///< [kv_heads, tokens_k]
+  /// All of a key's V, of one that folds its codes, is below 2^height in magnitude. Inf: poisoned.
+  float* heights = nullptr;  ///< [kv_heads, tokens_k]
   WeightRule rule;
   std::int32_t folds = 0;
 };

@@ -22,7 +22,6 @@ __device__ void write_nan(const EmbedForwardArguments& a) {
   }
 }
 
-template <class Traits>
 __device__ EmbedWork work_of(const EmbedForwardArguments& a, std::uint32_t place, std::int32_t index) {
   EmbedWork work;
   work.item = a.workspace.items[a.workspace.order[place]];
@@ -33,42 +32,50 @@ __device__ EmbedWork work_of(const EmbedForwardArguments& a, std::uint32_t place
   const std::int64_t begin = max(first - a.band.left, std::int64_t{0});
   const std::int64_t end = min(first + work.item.queries + a.band.right, std::int64_t{work.item.keys});
   const bool any = end > begin;
-  work.first_tile = any ? static_cast<std::int32_t>(begin / Traits::kKeys) : 0;
-  work.end_tile = any ? static_cast<std::int32_t>((end + Traits::kKeys - 1) / Traits::kKeys) : 0;
+  work.first_tile = any ? static_cast<std::int32_t>(begin / kGroup) : 0;
+  work.end_tile = any ? static_cast<std::int32_t>((end + kGroup - 1) / kGroup) : 0;
   return work;
 }
 
-/// The steps of a block, copies one ahead.
+/// The steps of a block, copies ahead of them.
 template <class Traits>
 class Walk {
  public:
   __device__ Walk(const EmbedForwardArguments& arguments, EmbedShared<Traits>& shared)
       : copies_(arguments, shared.work, shared), steps_(arguments, shared.work), step_(steps_.before()) {
     more_ = steps_.advance(step_);
-    if (more_) {
-      copies_.queries();
-      copies_.tile(step_, 0);
+    if (more_) copies_.queries();
+    Step ahead = step_;
+    bool there = more_;
+    for (int stage = 0; stage + 1 < kEmbedStages; ++stage) {
+      if (there) copies_.tile(ahead, stage);
+      commit_copies();
+      there = there && steps_.advance(ahead);
     }
-    commit_copies();
   }
 
   [[nodiscard]] __device__ bool in(std::int32_t pass) const { return more_ && step_.pass() == pass; }
 
   template <class Take>
   __device__ void take(const Take& take) {
-    Step next = step_;
-    more_ = steps_.advance(next);
-    if (more_) copies_.tile(next, stage_ ^ 1);
-    commit_copies();
-    wait_copies<1>();
-    __syncthreads();
+    wait_copies<kEmbedStages - 2>();
+    __syncthreads();  // All have this tile, and are done with the one before, which the next copy overwrites.
+    copy_ahead();
     take(step_, stage_);
-    __syncthreads();
-    step_ = next;
-    stage_ ^= 1;
+    more_ = steps_.advance(step_);
+    stage_ = stage_ + 1 == kEmbedStages ? 0 : stage_ + 1;
   }
 
  private:
+  /// What comes is counted anew each time: kept, it would take registers that the rows need.
+  __device__ void copy_ahead() const {
+    Step ahead = step_;
+    bool there = true;
+    for (int i = 0; i + 1 < kEmbedStages; ++i) there = there && steps_.advance(ahead);
+    if (there) copies_.tile(ahead, stage_ == 0 ? kEmbedStages - 1 : stage_ - 1);
+    commit_copies();
+  }
+
   Copies<Traits> copies_;
   Steps<Traits> steps_;
   Step step_;
@@ -89,7 +96,7 @@ __global__ void __launch_bounds__(kEmbedThreads, Traits::kBlocks)
   const auto per_item = static_cast<std::uint32_t>(a.sizes.heads * a.sizes.value_parts);
   const std::uint32_t place = blockIdx.x / per_item;
   if (a.workspace.costs_out[place] == 0) return;
-  if (threadIdx.x == 0) shared.work = work_of<Traits>(a, place, static_cast<std::int32_t>(blockIdx.x % per_item));
+  if (threadIdx.x == 0) shared.work = work_of(a, place, static_cast<std::int32_t>(blockIdx.x % per_item));
   __syncthreads();
   find_keys(a, shared);
   __syncthreads();

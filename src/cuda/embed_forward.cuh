@@ -14,9 +14,10 @@ namespace mxflash::cuda {
 
 inline constexpr int kEmbedWarps = 8;
 inline constexpr int kEmbedThreads = kEmbedWarps * 32;
-inline constexpr int kEmbedStages = 2;
+/// A tile is read while the next is on its way.
+inline constexpr int kEmbedStages = 3;
 inline constexpr int kWarpQueries = 16;
-/// Keys that share what a mask cuts and a group of weights; and queries likewise.
+/// Keys of a tile: those that share what a mask cuts and a group of weights; and queries likewise.
 inline constexpr int kGroup = 32;
 
 template <int kKeyDimsOf, int kValueDimsOf, int kBlocksOf>
@@ -24,7 +25,6 @@ struct EmbedTraits {
   static constexpr int kKeyDims = kKeyDimsOf;
   static constexpr int kValueDims = kValueDimsOf;
   static constexpr int kBlocks = kBlocksOf;  ///< Of an SM, which leaves registers for so many.
-  static constexpr int kKeys = 64;
   static constexpr int kKeyBytes = 2 * kKeyDims;      // Of a row.
   static constexpr int kValueBytes = 2 * kValueDims;  // The same.
 };
@@ -35,12 +35,12 @@ struct EmbedWork {
   std::int32_t head;
   std::int32_t kv_head;
   std::int32_t part;
-  std::int32_t first_tile;  ///< Of the document's keys, as Traits::kKeys; those that a query sees.
+  std::int32_t first_tile;  ///< Of 32 keys of the document, those that a query sees.
   std::int32_t end_tile;
 };
 
-/// Groups of 32 keys that a block of 32 queries sees whole: those whose first key is within [first, last].
-struct WholeGroups {
+/// Tiles that a block of 32 queries sees whole: those whose first key is within [first, last].
+struct WholeTiles {
   std::int32_t first = 0;
   std::int32_t last = -1;
 
@@ -48,7 +48,7 @@ struct WholeGroups {
 };
 
 /// As cuts_tile of packing.hpp. Queries past the document's end do not count, keys do.
-__device__ inline WholeGroups whole_groups(const Item& item, const Band& band, std::int32_t group) {
+__device__ inline WholeTiles whole_tiles(const Item& item, const Band& band, std::int32_t group) {
   constexpr std::int64_t kFar = INT32_MAX;
   const std::int64_t first = item.first_position + std::int64_t{group} * kGroup;
   const std::int64_t last = item.first_position + std::int64_t{min((group + 1) * kGroup, item.queries)} - 1;
@@ -67,7 +67,7 @@ struct KeyRange32 {
 struct WarpKeys {
   KeyRange32 some;   ///< At least one of them.
   KeyRange32 every;  ///< All of them.
-  WholeGroups whole;
+  WholeTiles whole;
 };
 
 /// What the second pass knows of a row.
@@ -75,25 +75,30 @@ struct alignas(16) RowReference {
   float t = 0;       ///< m: the integer above all logits with V's exponents.
   float s = 0;       ///< The same without them: what the row sum is relative to.
   float light = 0;   ///< Keys whose V has an exponent up to this may be light.
-  float height = 0;  ///< log2 of what the output is held down by. Inf: the row sees a poisoned V.
+  float height = 0;  ///< log2 of what P is held down by. Inf: the row sees a poisoned V.
 };
 
 template <class Traits>
 struct EmbedShared {
   struct Stage {
-    std::uint16_t keys[Traits::kKeys * Traits::kKeyDims];
-    std::uint16_t values[Traits::kKeys * Traits::kValueDims];
-    EmbeddedKey about[Traits::kKeys];
+    std::uint16_t keys[kGroup * Traits::kKeyDims];
+    std::uint16_t values[kGroup * Traits::kValueDims];
+    EmbeddedKey about[kGroup];
+    float heights[kGroup];
   };
   std::uint16_t queries[kTileRows * Traits::kKeyDims];
   Stage stage[kEmbedStages];
   EmbedWork work;
   KeyRange32 visible[kTileRows];
   RowReference row[kTileRows];
+  float factor[kTileRows];  // Multiplies scores, after the key's.
   WarpKeys warp[kEmbedWarps];
 };
 
-/// The keys of every query and warp, in shared memory: registers are short.
+/// Logits are held here: of equal ones the difference is then 0.
+inline constexpr float kFarLogit = 1e38F;
+
+/// The keys of every query and warp, and the queries' factors, in shared memory: registers are short.
 template <class Traits>
 __device__ void find_keys(const EmbedForwardArguments& a, EmbedShared<Traits>& s) {
   const EmbedWork& work = s.work;
@@ -103,6 +108,9 @@ __device__ void find_keys(const EmbedForwardArguments& a, EmbedShared<Traits>& s
   KeyRange32 keys;
   if (query < work.item.queries) keys = {static_cast<std::int32_t>(span.begin), static_cast<std::int32_t>(span.end)};
   s.visible[query] = keys;
+  const std::int64_t place = std::int64_t{work.head} * a.sizes.tokens_q + work.item.query_row + query;
+  s.factor[query] =
+      query < work.item.queries ? held(a.tables.query_factor[place] * a.logit_scale, kFarLogit) : 0.0F;
   WarpKeys all;
   // Halves of a warp of threads are the queries of two warps.
   for (int half = 0; half < 2; ++half) {
@@ -112,7 +120,7 @@ __device__ void find_keys(const EmbedForwardArguments& a, EmbedShared<Traits>& s
                 __reduce_max_sync(0xFFFFFFFFU, some ? keys.end : 0)};
     all.every = {__reduce_max_sync(0xFFFFFFFFU, mine ? keys.begin : 0),
                  __reduce_min_sync(0xFFFFFFFFU, mine ? keys.end : INT32_MAX)};
-    all.whole = whole_groups(work.item, a.band, query / kGroup);
+    all.whole = whole_tiles(work.item, a.band, query / kGroup);
     if (query % 32 == 0) s.warp[query / kWarpQueries + half] = all;
   }
 }
@@ -150,14 +158,12 @@ class Steps {
   }
 
  private:
-  /// Whether the tile has a group of the kind; not all of those must be visible.
+  /// Whether the tile is of the kind for some of the queries.
   [[nodiscard]] __device__ bool meets(const Step& step) const {
     if (a_.tables.kinds == 1) return true;
     for (int group = 0; group * kGroup < work_.item.queries; ++group) {
-      const WholeGroups whole = whole_groups(work_.item, a_.band, group);
-      for (std::int32_t key = step.tile * Traits::kKeys; key < (step.tile + 1) * Traits::kKeys; key += kGroup) {
-        if (whole.holds(key) == (step.kind() == kWholeTiles)) return true;
-      }
+      const bool whole = whole_tiles(work_.item, a_.band, group).holds(step.tile * kGroup);
+      if (whole == (step.kind() == kWholeTiles)) return true;
     }
     return false;
   }
@@ -182,16 +188,21 @@ class Copies {
   __device__ void tile(const Step& step, int stage) const {
     typename EmbedShared<Traits>::Stage& to = s_.stage[stage];
     const TileKind& kind = a_.tables.kind[step.kind()];
-    const std::int32_t first = step.tile * Traits::kKeys;
+    const std::int32_t first = step.tile * kGroup;
     const std::int32_t count = work_.item.keys - first;  // Or more; beyond are zeros.
     const std::int64_t row = std::int64_t{work_.kv_head} * a_.sizes.tokens_k + work_.item.key_row + first;
-    rows<Traits::kKeyBytes>(to.keys, a_.tables.keys + row * Traits::kKeyDims, Traits::kKeyDims, Traits::kKeys, count);
+    rows<Traits::kKeyBytes>(to.keys, a_.tables.keys + row * Traits::kKeyDims, Traits::kKeyDims, kGroup, count);
     const int key = static_cast<int>(threadIdx.x);
-    if (key < Traits::kKeys) copy_chunk(shared_address(to.about + key), kind.keys + row + (key < count ? key : 0), key < count);
+    const bool there = key < count;
+    const std::int64_t at = row + (there ? key : 0);
+    if (key < kGroup) {
+      copy_small(to.about + key, kind.keys + at, there);
+      if (step.pass() == kMaxima) copy_small(to.heights + key, kind.heights + at, there);
+    }
     if (step.pass() == kMaxima) return;
     const std::int64_t length = std::int64_t{a_.sizes.value_parts} * a_.sizes.value_dims;
     rows<Traits::kValueBytes>(to.values, kind.values + row * length + work_.part * Traits::kValueDims, length,
-                              Traits::kKeys, count);
+                              kGroup, count);
   }
 
  private:

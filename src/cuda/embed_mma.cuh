@@ -31,6 +31,14 @@ __device__ inline void copy_chunk(std::uint32_t to, const void* from, bool valid
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+/// The same of 4 or 8 bytes.
+template <class T>
+__device__ void copy_small(T* to, const T* from, bool valid) {
+  const int bytes = valid ? static_cast<int>(sizeof(T)) : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(sizeof(T)),
+               "r"(bytes)
+               : "memory");
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// All but the last `kLeft` groups have arrived, for this thread.
 template <int kLeft>

@@ -111,6 +111,7 @@ EmbeddedTables embedded_tables(void* workspace, const Layout& layout, const Reci
     TileKind& out = tables.kind[kind];
     place(out.values, layout.embedded_values[kind]);
     place(out.keys, layout.embedded_about[kind]);
+    place(out.heights, layout.embedded_heights[kind]);
     out.rule = weight_rule(pair.weights, recipe.beta);
     out.folds = pair.tokens.folds() ? 1 : 0;
   }

@@ -22,8 +22,9 @@ constexpr int kQuarters = kTileRows / kRows;
 /// either row's factor, wherever the logit does.
 constexpr int kHeadroom = 12;
 constexpr std::uint16_t kMostBf16 = 0x7F7F;
-/// Height of a row of zeros.
+/// Height of a row of zeros, and of codes: E5M2's are the largest.
 constexpr float kNoHeight = -200.0F;
+constexpr float kHeightOfCodes = 16.0F;
 
 /// Up to 32 tokens of one document and head.
 struct Tokens {
@@ -250,12 +251,14 @@ class Block {
       for (int kind = 0; kind < a.tables.kinds; ++kind) a.tables.kind[kind].keys[place(row)].factor = factor;
       return;
     }
-    EmbeddedKey& key = a.tables.kind[op.table == Table::values ? kWholeTiles : kCutTiles].keys[place(row)];
-    key.fold = op.folds != 0 ? static_cast<float>(s.scales[scale_of(row, 0)].exponent) : 0.0F;
+    const TileKind& kind = a.tables.kind[op.table == Table::values ? kWholeTiles : kCutTiles];
+    kind.keys[place(row)].fold = op.folds != 0 ? static_cast<float>(s.scales[scale_of(row, 0)].exponent) : 0.0F;
     const std::uint32_t most = s.row_maxima[row];
     // Rounding may double it.
-    const float height = op.folds != 0 || most == 0 ? kNoHeight : static_cast<float>(detail::floor_log2(most) + 2);
-    key.height = poisoned ? INFINITY : height;
+    const float height = op.folds != 0 ? kHeightOfCodes
+                         : most == 0   ? kNoHeight
+                                       : static_cast<float>(detail::floor_log2(most) + 2);
+    kind.heights[place(row)] = poisoned ? INFINITY : height;
   }
 
   const EmbedQuantizeArguments& a;

@@ -11,7 +11,7 @@ struct RowMaxima {
   float t[2] = {-INFINITY, -INFINITY};
   float s[2] = {-INFINITY, -INFINITY};
   float fold[2] = {-kE8m0Bias, -kE8m0Bias};  ///< Where V folds.
-  float height[2] = {-INFINITY, -INFINITY};
+  float height[2] = {-INFINITY, -INFINITY};  ///< Of t and the height of V: log2 of what a key adds to O. Inf: poisoned.
 };
 
 /// Whether a row sees the key in a column of a group: of a group that no row's mask cuts, and of others. `from`: the
@@ -36,22 +36,19 @@ class EmbedRows {
         work(of),
         s(shared),
         lane(static_cast<int>(threadIdx.x) % 32),
-        first_row(static_cast<int>(threadIdx.x) / 32 * kWarpQueries),
-        quad(lane % 4) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = query_of(r);
-      const std::int64_t place = std::int64_t{work.head} * a.sizes.tokens_q + work.item.query_row + query;
-      factor[r] = query < work.item.queries ? held(a.tables.query_factor[place] * a.logit_scale, kFar) : 0.0F;
-    }
-  }
+        first_row(static_cast<int>(threadIdx.x) / 32 * kWarpQueries) {}
 
   /// First pass, of one tile.
   __device__ void look(const Step& step, int stage, RowMaxima& most) {
-    each_group(step, [&]<class Keys>(const TileKind& kind, int group, const Keys& keys) {
-      multiply_scores(s.stage[stage], group);
-      measure(kind, s.stage[stage].about + group * kGroup, keys, most);
-    });
+    if (!meets(step)) return;
+    const Stage& tile = s.stage[stage];
+    const TileKind& kind = a.tables.kind[step.kind()];
+    multiply_scores(tile);
+    if (every_row_sees(step)) {
+      measure(kind, tile, EveryKey{}, most);
+    } else {
+      measure(kind, tile, SomeKeys{s.visible + query_of(0), step.tile * kGroup}, most);
+    }
   }
 
   /// Between the passes.
@@ -62,7 +59,7 @@ class EmbedRows {
       of.t = reference(most_of_row(most.t[r]));
       of.s = reference(most_of_row(most.s[r]));
       of.light = fmaxf(most_of_row(most.fold[r]) - kLightOctaves, static_cast<float>(-kE8m0Bias));
-      of.height = fmaxf(most_of_row(most.height[r]) - kMostHeight, 0.0F);
+      of.height = fmaxf(ceilf(most_of_row(most.height[r])) - of.t - kMostHeight, kLeastHeight);
       s.row[query_of(r)] = of;  // The same from all four threads, each of which has then written what it reads.
       sum[r] = 0;
     }
@@ -75,11 +72,19 @@ class EmbedRows {
 
   /// Second pass, of one tile.
   __device__ void weigh(const Step& step, int stage) {
-    each_group(step, [&]<class Keys>(const TileKind& kind, int group, const Keys& keys) {
-      multiply_scores(s.stage[stage], group);
-      to_weights(kind, s.stage[stage].about + group * kGroup, keys);
-      multiply_values(s.stage[stage], group);
-    });
+    if (!meets(step)) return;
+    // What follows from it is computed anew for every tile: kept, it would take registers that are not there.
+    lane = static_cast<int>(opaque(static_cast<std::uint32_t>(lane)));
+    first_row = static_cast<int>(opaque(static_cast<std::uint32_t>(first_row)));
+    const Stage& tile = s.stage[stage];
+    const TileKind& kind = a.tables.kind[step.kind()];
+    multiply_scores(tile);
+    if (every_row_sees(step)) {
+      to_weights(kind, tile.about, EveryKey{});
+    } else {
+      to_weights(kind, tile.about, SomeKeys{s.visible + query_of(0), step.tile * kGroup});
+    }
+    multiply_values(tile);
   }
 
   __device__ void store() {
@@ -92,14 +97,14 @@ class EmbedRows {
       const std::int64_t place = (std::int64_t{work.item.query_row} + query) * a.sizes.heads + work.head;
       const bool empty = s.visible[query].empty();
       const RowReference of = s.row[query];
-      if (quad == 0 && work.part == 0) {
+      if (quad() == 0 && work.part == 0) {
         a.lse[place] = empty ? -INFINITY : (of.s + log2f(all)) * std::numbers::ln2_v<float>;
       }
       const bool poisoned = of.height == INFINITY;
       const auto unit = static_cast<int>(fminf(fmaxf(of.t - of.s + of.height, -300.0F), 300.0F));
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) {
-        const int dim = work.part * Traits::kValueDims + 8 * i + 2 * quad;
+        const int dim = work.part * Traits::kValueDims + 8 * i + 2 * quad();
         if (dim >= a.sizes.value_dim) continue;
         float two[2];
 #pragma unroll
@@ -112,21 +117,31 @@ class EmbedRows {
   }
 
  private:
+  using Stage = typename EmbedShared<Traits>::Stage;
   static constexpr int kScores = kGroup / 8;               // Of eight keys.
   static constexpr int kOutputs = Traits::kValueDims / 8;  // Of eight dims.
-  /// Logits are held here: of equal ones the difference is then 0.
-  static constexpr float kFar = 1e38F;
-  /// Sums of 2^17 keys of a V below 2^100 stay inside FP32; higher rows are held down by a power of two.
+  /// P is held where P V is below this power of two and P itself below 2^60 or so: sums of 2^17 keys stay inside FP32, and
+  /// neither a weight of 2^-127 nor the product with a subnormal V falls out of it.
   static constexpr float kMostHeight = 100.0F;
+  static constexpr float kLeastHeight = -60.0F;
   static constexpr float kLightOctaves = 3.0F;
 
+  [[nodiscard]] __device__ int quad() const { return lane % 4; }
   [[nodiscard]] __device__ int query_of(int r) const { return first_row + lane / 4 + 8 * r; }
   /// Column of the scores [n][b] and [n][2 + b].
-  [[nodiscard]] __device__ int column(int n, int b) const { return 8 * n + 2 * quad + b; }
+  [[nodiscard]] __device__ int column(int n, int b) const { return 8 * n + 2 * quad() + b; }
   /// Which of eight pairs of keys the scores [n] are.
-  [[nodiscard]] __device__ int pair_of(int n) const { return n % 2 * 4 + quad; }
+  [[nodiscard]] __device__ int pair_of(int n) const { return n % 2 * 4 + quad(); }
 
-  __device__ void multiply_scores(const typename EmbedShared<Traits>::Stage& stage, int group) {
+  /// Two keys that lie together, in one load.
+  struct alignas(16) TwoKeys {
+    EmbeddedKey key[2];
+  };
+  [[nodiscard]] __device__ TwoKeys load(const EmbeddedKey* about, int n) const {
+    return *reinterpret_cast<const TwoKeys*>(about + column(n, 0));
+  }
+
+  __device__ void multiply_scores(const Stage& stage) {
 #pragma unroll
     for (int n = 0; n < kScores; ++n) {
 #pragma unroll
@@ -134,8 +149,8 @@ class EmbedRows {
     }
     const std::uint32_t query =
         row_address<Traits::kKeyBytes>(shared_address(s.queries), first_row + lane % 16, lane / 16);
-    const std::uint32_t key = row_address<Traits::kKeyBytes>(
-        shared_address(stage.keys), group * kGroup + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const std::uint32_t key =
+        row_address<Traits::kKeyBytes>(shared_address(stage.keys), lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < Traits::kKeyDims / 16; ++k) {
       std::uint32_t left[4];
@@ -151,9 +166,9 @@ class EmbedRows {
   }
 
   /// The scores hold P.
-  __device__ void multiply_values(const typename EmbedShared<Traits>::Stage& stage, int group) {
-    const std::uint32_t value = row_address<Traits::kValueBytes>(shared_address(stage.values),
-                                                                 group * kGroup + lane % 16, lane / 16);
+  __device__ void multiply_values(const Stage& stage) {
+    const std::uint32_t value =
+        row_address<Traits::kValueBytes>(shared_address(stage.values), lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < kGroup / 16; ++k) {
       const std::uint32_t left[4] = {
@@ -169,46 +184,44 @@ class EmbedRows {
     }
   }
 
-  /// The groups of a tile that are of its kind and that some row sees.
-  template <class Take>
-  __device__ void each_group(const Step& step, const Take& take) {
+  /// Whether the tile is of its step's kind for the warp, and some row sees it.
+  [[nodiscard]] __device__ bool meets(const Step& step) const {
     const WarpKeys& seen = s.warp[first_row / kWarpQueries];
-    const TileKind& kind = a.tables.kind[step.kind()];
-#pragma unroll 1
-    for (int group = 0; group < Traits::kKeys / kGroup; ++group) {
-      const std::int32_t key = step.tile * Traits::kKeys + group * kGroup;
-      if (key >= seen.some.end || key + kGroup <= seen.some.begin) continue;
-      if (a.tables.kinds > 1 && seen.whole.holds(key) != (step.kind() == kWholeTiles)) continue;
-      if (seen.every.begin <= key && key + kGroup <= seen.every.end) {
-        take(kind, group, EveryKey{});
-      } else {
-        take(kind, group, SomeKeys{s.visible + query_of(0), key});
-      }
-    }
+    const std::int32_t key = step.tile * kGroup;
+    if (key >= seen.some.end || key + kGroup <= seen.some.begin) return false;
+    return a.tables.kinds == 1 || seen.whole.holds(key) == (step.kind() == kWholeTiles);
+  }
+  [[nodiscard]] __device__ bool every_row_sees(const Step& step) const {
+    const KeyRange32& every = s.warp[first_row / kWarpQueries].every;
+    return every.begin <= step.tile * kGroup && (step.tile + 1) * kGroup <= every.end;
   }
 
   /// NaN where either token is poisoned. One factor after the other: their product may leave FP32 where the logit does
   /// not.
-  [[nodiscard]] __device__ float logit(float score, const EmbeddedKey& key, int r) const {
-    return held(score * key.factor * factor[r], kFar);
+  static __device__ float logit(float score, const EmbeddedKey& key, float factor) {
+    return held(score * key.factor * factor, kFarLogit);
   }
 
   /// A NaN is never the larger.
   template <class Keys>
-  __device__ void measure(const TileKind& kind, const EmbeddedKey* about, const Keys& keys, RowMaxima& most) {
+  __device__ void measure(const TileKind& kind, const Stage& tile, const Keys& keys, RowMaxima& most) {
+    const float factor[2] = {s.factor[query_of(0)], s.factor[query_of(1)]};
 #pragma unroll
     for (int n = 0; n < kScores; ++n) {
+      const TwoKeys two = load(tile.about, n);
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const EmbeddedKey key = about[column(n, b)];
+        const EmbeddedKey key = two.key[b];
+        const float height = tile.heights[column(n, b)];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          if (!keys.sees(r, column(n, b))) continue;
-          const float bare = logit(scores[n][2 * r + b], key, r);
+          const bool sees = keys.sees(r, column(n, b));
+          const float bare = sees ? logit(scores[n][2 * r + b], key, factor[r]) : -INFINITY;
+          const float t = bare + key.fold;
           most.s[r] = fmaxf(most.s[r], bare);
-          most.t[r] = fmaxf(most.t[r], bare + key.fold);
-          most.height[r] = fmaxf(most.height[r], key.height);
-          if (kind.folds != 0) most.fold[r] = fmaxf(most.fold[r], key.fold);
+          most.t[r] = fmaxf(most.t[r], t);
+          if (sees) most.height[r] = fmaxf(most.height[r], t + height);
+          if (kind.folds != 0) most.fold[r] = fmaxf(most.fold[r], sees ? key.fold : -INFINITY);
         }
       }
     }
@@ -224,16 +237,18 @@ class EmbedRows {
   /// Scores to P, and its share of the row sums.
   template <class Keys>
   __device__ void to_weights(const TileKind& kind, const EmbeddedKey* about, const Keys& keys) {
+    const float factor[2] = {s.factor[query_of(0)], s.factor[query_of(1)]};
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < kScores; ++n) {
+      const TwoKeys two = load(about, n);
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const EmbeddedKey key = about[column(n, b)];
+        const EmbeddedKey key = two.key[b];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float& t = scores[n][2 * r + b];
-          t = keys.sees(r, column(n, b)) ? logit(t, key, r) + key.fold : -INFINITY;
+          t = keys.sees(r, column(n, b)) ? logit(t, key, factor[r]) + key.fold : -INFINITY;
           top[r] = fmaxf(top[r], t);
         }
       }
@@ -317,8 +332,6 @@ class EmbedRows {
   EmbedShared<Traits>& s;
   int lane;
   int first_row;  // Of the warp.
-  int quad;
-  float factor[2];  // Multiplies scores, after the key's.
   float sum[2];
   float scores[kScores][4];
   float out[static_cast<std::size_t>(kOutputs)][4];

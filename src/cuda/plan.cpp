@@ -123,6 +123,7 @@ void take_tables(const Sizes& sizes, const Recipe& recipe, Planner& planner, Lay
   for (int kind = 0; kind < tile_kinds(recipe); ++kind) {
     layout.embedded_values[kind] = planner.take(keys * value_bytes);
     layout.embedded_about[kind] = planner.take(keys * sizeof(EmbeddedKey));
+    layout.embedded_heights[kind] = planner.take(keys * sizeof(float));
   }
 }
 

@@ -1,7 +1,9 @@
 // What the device hands from kernel to kernel, bit for bit: codes and scales are the reference quantizer's, the order
 // of the work is the host schedule's.
+#include <bit>
 #include <cmath>
 
+#include "cuda/embed_plan.hpp"
 #include "cuda/plan.hpp"
 #include "mxflash/quantize.hpp"
 #include "mxflash/safetensors.hpp"
@@ -166,12 +168,14 @@ void expect_values(const cuda::Launches& launches, int kind, const Quantized& wa
   const cuda::TileKind& of = launches.embedded->forward.tables.kind[kind];
   const Table table(of.values, sizes.kv_heads, sizes.tokens_k, sizes.value_parts * sizes.value_dims);
   const std::vector<cuda::EmbeddedKey> keys = downloaded(of.keys, std::int64_t{sizes.kv_heads} * sizes.tokens_k);
+  const std::vector<float> heights = downloaded(of.heights, std::int64_t{sizes.kv_heads} * sizes.tokens_k);
   for (std::int64_t token = 0; token < sizes.tokens_k; ++token) {
     for (std::int64_t head = 0; head < sizes.kv_heads; ++head) {
       const std::string at = fmt::format("{} [{}, {}]", where, token, head);
       const auto row = static_cast<std::size_t>(token * sizes.kv_heads + head);
       const cuda::EmbeddedKey& key = keys[static_cast<std::size_t>(head * sizes.tokens_k + token)];
-      ASSERT_EQ(std::isinf(key.height), want.poisoned[row] != 0) << at;
+      const auto high = static_cast<double>(heights[static_cast<std::size_t>(head * sizes.tokens_k + token)]);
+      ASSERT_EQ(std::isinf(high), want.poisoned[row] != 0) << at;
       ASSERT_EQ(key.fold, folds ? static_cast<float>(want.exponents[row]) : 0.0F) << at;
       for (std::int64_t dim = 0; dim < table.length; ++dim) {
         const double value = table.at(token, head, dim);
@@ -179,8 +183,7 @@ void expect_values(const cuda::Launches& launches, int kind, const Quantized& wa
         const auto place = row * static_cast<std::size_t>(sizes.value_dim) + static_cast<std::size_t>(dim);
         ASSERT_TRUE(there ? same_value(value, want.values[place]) : value == 0)
             << at << " dim " << dim << ": " << value << " instead of " << (there ? want.values[place] : 0.0F);
-        const double height = folds ? 1e3 : std::min(static_cast<double>(key.height), 1e3);
-        ASSERT_LE(std::fabs(value), std::exp2(height)) << at;
+        ASSERT_LE(std::fabs(value), std::exp2(std::min(high, 1e3))) << at;
       }
     }
   }
@@ -266,6 +269,68 @@ TEST_F(CudaCodes, OfARealLayer) {
   ASSERT_TRUE(packing.ok());
   c.problem.packing = *packing;
   for (const Recipe& recipe : test::device_recipes()) expect_codes(c, recipe, "of the capture");
+}
+
+// ---- What the host makes of a recipe; these run without a device ----
+
+/// Every format, the codes' ties and the numbers beside them, and far beyond either end.
+TEST(CudaEmbedded, WeightsRoundAsTheCodecsDo) {
+  for (const Encoding encoding : {Encoding::e4m3, Encoding::e5m2, Encoding::e2m3, Encoding::e3m2, Encoding::e2m1}) {
+    const Format format = *element_format(encoding);
+    const cuda::WeightRule rule = cuda::weight_rule({.encoding = encoding, .block = Block::dims32()}, 1);
+    const auto check = [&](float x) {
+      ASSERT_EQ(cuda::rounded_to(rule.to, x), decode(format, encode(format, x))) << to_string(encoding) << " " << x;
+    };
+    for (int code = 0; code + 1 < code_count(format) / 2; ++code) {
+      const float low = decode(format, static_cast<std::uint8_t>(code));
+      const float high = decode(format, static_cast<std::uint8_t>(code + 1));
+      if (!std::isfinite(high)) break;
+      const float tie = (low + high) / 2;
+      for (const float x : {low, tie, std::nextafter(tie, 0.0F), std::nextafter(tie, INFINITY)}) check(x);
+    }
+    for (const float x : {spec_of(format).max, 1.1F * spec_of(format).max, 1e30F, 1e-30F, 1e-45F, 0.0F}) check(x);
+    EXPECT_TRUE(std::isnan(cuda::rounded_to(rule.to, NAN)));
+  }
+  const cuda::WeightRule bf16 = cuda::weight_rule({.encoding = Encoding::bf16}, 1);
+  for (float x = 0x1p-126F; x <= 1.0F; x *= 1.0000917F) {
+    ASSERT_EQ(cuda::rounded_to(bf16.to, x), decode_bf16(encode_bf16(x))) << x;
+  }
+  EXPECT_EQ(cuda::rounded_to(bf16.to, 1 + 0x1p-8F), 1.0F);
+  EXPECT_EQ(cuda::rounded_to(bf16.to, 1 + 0x1p-8F + 0x1p-22F), 1 + 0x1p-7F);
+}
+
+/// The exponent of a group whose largest weight is x, from the limit and the offset.
+TEST(CudaEmbedded, GroupsScaleByTheRecipesRule) {
+  for (const Encoding encoding : {Encoding::e4m3, Encoding::e5m2, Encoding::e2m3, Encoding::e3m2, Encoding::e2m1}) {
+    for (const ScaleRule rule : {ScaleRule::floor, ScaleRule::ceil, ScaleRule::uos}) {
+      const cuda::WeightRule of =
+          cuda::weight_rule({.encoding = encoding, .block = Block::dims32(), .rule = rule}, 1);
+      for (std::uint32_t bits = 0x3F800000U; bits <= 0x40000000U; ++bits) {
+        const auto x = std::bit_cast<float>(bits);
+        ASSERT_EQ(of.group_offset + (x > of.group_limit ? 1.0F : 0.0F),
+                  static_cast<float>(scale_exponent(*element_format(encoding), rule, x)))
+            << to_string(encoding) << " " << to_string(rule) << " " << x;
+      }
+    }
+  }
+}
+
+TEST(CudaEmbedded, NamesTheOperandThatBf16DoesNotHold) {
+  const Recipe base = test::recipe_named("mxattention");
+  ASSERT_TRUE(cuda::supports(base).ok());
+  const auto refused = [&](const auto& change, const std::vector<std::string>& words) {
+    Recipe recipe = base;
+    change(recipe);
+    EXPECT_TRUE(test::refused_with(cuda::supports(recipe), words));
+  };
+  const Operand f32;
+  refused([&](Recipe& recipe) { recipe.s.left = f32; }, {"mxattention", "s.left is f32", "bf16"});
+  refused([&](Recipe& recipe) { recipe.s.right.block = Block::tensor(); }, {"s.right is e2m1 tensor"});
+  refused([&](Recipe& recipe) { recipe.o.tokens = f32; }, {"o.tokens is f32"});
+  refused([&](Recipe& recipe) { recipe.o.weights = f32; }, {"o.weights is f32"});
+  refused([&](Recipe& recipe) { recipe.o.cut->tokens = f32; }, {"o.cut.tokens is f32"});
+  refused([&](Recipe& recipe) { recipe.o.cut->weights = f32; }, {"o.cut.weights is f32"});
+  EXPECT_TRUE(test::refused_with(cuda::supports(test::recipe_named("fp8-tensor")), {"s.left is e4m3 tensor"}));
 }
 
 TEST_F(CudaCodes, TheOrderOfTheWorkIsTheHosts) {

@@ -123,7 +123,7 @@ struct Tolerance {
 inline Tolerance tolerance_of(const Recipe& recipe) {
   if (multiplies_fp8(recipe)) return {0x1p-4, 1e-2, 0.12, false};
   if (recipe.o.weights.rule == ScaleRule::floor) return {0.25, 5e-2, 0.7, false};
-  const double step = step_of(recipe.o.weights);
+  const double step = std::max(step_of(recipe.o.weights), recipe.o.cut ? step_of(recipe.o.cut->weights) : 0.0);
   return {std::max(step, 0x1p-7), 4e-3, std::log1p(2 * step) + 0x1p-12, true};
 }
 
