@@ -60,13 +60,13 @@ Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& e
   Status status = launched(launch_schedule(launches->schedule, stream), "making the schedule");
   if (!status.ok() || launches->schedule.sizes.tokens_q == 0) return status;
   const std::optional<EmbedLaunches>& embedded = launches->embedded;
-  status = launched(embedded ? launch_embed_quantize(embedded->quantize, stream)
-                             : launch_quantize(launches->quantize, stream),
-                    "quantizing");
+  status = launched(
+      embedded ? launch_embed_quantize(embedded->quantize, stream) : launch_quantize(launches->quantize, stream),
+      "quantizing");
   if (!status.ok()) return status;
-  return launched(embedded ? launch_embed_forward(embedded->forward, stream)
-                           : launch_forward(launches->forward, stream),
-                  "the forward");
+  return launched(
+      embedded ? launch_embed_forward(embedded->forward, stream) : launch_forward(launches->forward, stream),
+      "the forward");
 }
 
 Status check(const Execution& execution) {

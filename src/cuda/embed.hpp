@@ -63,10 +63,10 @@ struct TileKind {
 
 /// Tables of BF16 numbers. Rows have no gaps: what a tile reads beyond its document counts as zeros.
 struct EmbeddedTables {
-  std::uint16_t* queries = nullptr;       ///< BF16 [heads, tokens_q, key_dims]
-  TokenFactor* query_factor = nullptr;    ///< [heads, tokens_q]
-  std::uint16_t* keys = nullptr;          ///< BF16 [kv_heads, tokens_k, key_dims]
-  std::int32_t kinds = 1;                 ///< 2: the recipe has `cut` operands.
+  std::uint16_t* queries = nullptr;     ///< BF16 [heads, tokens_q, key_dims]
+  TokenFactor* query_factor = nullptr;  ///< [heads, tokens_q]
+  std::uint16_t* keys = nullptr;        ///< BF16 [kv_heads, tokens_k, key_dims]
+  std::int32_t kinds = 1;               ///< 2: the recipe has `cut` operands.
   TileKind kind[kTileKinds];
 };
 

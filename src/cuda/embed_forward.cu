@@ -1,6 +1,8 @@
-// Forward of the recipes that BF16 holds: warp-level products of numbers that are codes times scales. Every block of 128
-// queries meets its keys twice, so that the references of its rows are the reference engine's: first for the largest
-// logits, then for the weights, whose codes are then its codes wherever a logit's last bit does not decide.
+// Forward of the recipes that BF16 holds: warp-level products of numbers that are codes times scales. Every block of
+// 128 queries meets its keys twice, so that the references of its rows are the reference engine's: first for the
+// largest logits, then for the weights, whose codes are then its codes wherever a logit's last bit does not decide.
+#include <cstdint>
+
 #include "cuda/embed_forward.cuh"
 
 namespace mxflash::cuda {
@@ -77,7 +79,7 @@ class Walk {
   }
 
   Copies<Traits> copies_;
-  Steps<Traits> steps_;
+  Steps steps_;
   Step step_;
   int stage_ = 0;
   bool more_ = false;
@@ -117,8 +119,9 @@ int launch(const EmbedForwardArguments& a, cudaStream_t stream) {
       error != cudaSuccess) {
     return error;
   }
-  const auto blocks = static_cast<unsigned>(a.sizes.item_slots() * a.sizes.heads * a.sizes.value_parts);
-  embed_forward_kernel<Traits, Exp><<<blocks, kEmbedThreads, kBytes, stream>>>(a);
+  const std::int64_t blocks = a.sizes.item_slots() * a.sizes.heads * a.sizes.value_parts;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  embed_forward_kernel<Traits, Exp><<<static_cast<unsigned>(blocks), kEmbedThreads, kBytes, stream>>>(a);
   return cudaGetLastError();
 }
 

@@ -24,7 +24,7 @@ template <int kKeyDimsOf, int kValueDimsOf, int kBlocksOf>
 struct EmbedTraits {
   static constexpr int kKeyDims = kKeyDimsOf;
   static constexpr int kValueDims = kValueDimsOf;
-  static constexpr int kBlocks = kBlocksOf;  ///< Of an SM, which leaves registers for so many.
+  static constexpr int kBlocks = kBlocksOf;           ///< Of an SM, which leaves registers for so many.
   static constexpr int kKeyBytes = 2 * kKeyDims;      // Of a row.
   static constexpr int kValueBytes = 2 * kValueDims;  // The same.
 };
@@ -109,8 +109,7 @@ __device__ void find_keys(const EmbedForwardArguments& a, EmbedShared<Traits>& s
   if (query < work.item.queries) keys = {static_cast<std::int32_t>(span.begin), static_cast<std::int32_t>(span.end)};
   s.visible[query] = keys;
   const std::int64_t place = std::int64_t{work.head} * a.sizes.tokens_q + work.item.query_row + query;
-  s.factor[query] =
-      query < work.item.queries ? held(a.tables.query_factor[place] * a.logit_scale, kFarLogit) : 0.0F;
+  s.factor[query] = query < work.item.queries ? held(a.tables.query_factor[place] * a.logit_scale, kFarLogit) : 0.0F;
   WarpKeys all;
   // Halves of a warp of threads are the queries of two warps.
   for (int half = 0; half < 2; ++half) {
@@ -138,7 +137,6 @@ inline constexpr std::int32_t kMaxima = 0;
 inline constexpr std::int32_t kWeights = 1;
 inline constexpr std::int32_t kPasses = 2;
 
-template <class Traits>
 class Steps {
  public:
   __device__ Steps(const EmbedForwardArguments& arguments, const EmbedWork& work) : a_(arguments), work_(work) {}
@@ -201,8 +199,8 @@ class Copies {
     }
     if (step.pass() == kMaxima) return;
     const std::int64_t length = std::int64_t{a_.sizes.value_parts} * a_.sizes.value_dims;
-    rows<Traits::kValueBytes>(to.values, kind.values + row * length + work_.part * Traits::kValueDims, length,
-                              kGroup, count);
+    rows<Traits::kValueBytes>(to.values, kind.values + row * length + work_.part * Traits::kValueDims, length, kGroup,
+                              count);
   }
 
  private:

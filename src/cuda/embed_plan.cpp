@@ -29,7 +29,8 @@ std::string described(const Operand& operand) {
 
 /// Of numbers with so many bits after the first, the smallest normal being 2^least.
 RoundTo round_to(int mantissa_bits, int least, float most) {
-  return {std::bit_cast<std::uint32_t>(detail::pow2(least)), static_cast<std::uint32_t>(23 - mantissa_bits) << 23, most};
+  return {std::bit_cast<std::uint32_t>(detail::pow2(least)), static_cast<std::uint32_t>(23 - mantissa_bits) << 23,
+          most};
 }
 
 /// The largest 2^fraction, below 2, that takes no higher exponent than 1 does.
@@ -106,8 +107,7 @@ EmbeddedTables embedded_tables(void* workspace, const Layout& layout, const Reci
   place(tables.keys, layout.embedded_keys);
   tables.kinds = tile_kinds(recipe);
   for (int kind = 0; kind < tables.kinds; ++kind) {
-    const WeightPair pair =
-        kind == kCutTiles ? *recipe.o.cut : WeightPair{recipe.o.weights, recipe.o.tokens};
+    const WeightPair pair = kind == kCutTiles ? *recipe.o.cut : WeightPair{recipe.o.weights, recipe.o.tokens};
     TileKind& out = tables.kind[kind];
     place(out.values, layout.embedded_values[kind]);
     place(out.keys, layout.embedded_about[kind]);

@@ -18,8 +18,8 @@ constexpr int kChunk = 8;             // Dims that lie together.
 constexpr int kPadding = 4;           // Floats between rows: other banks for the next.
 constexpr int kMostScales = 2 * 256;  // Of 16 tokens, or 16 dims, of 256 dims.
 constexpr int kQuarters = kTileRows / kRows;
-/// Rows of q and k are stored so that their largest number is about 2^-12: sums over 256 dims then stay inside FP32 with
-/// either row's factor, wherever the logit does.
+/// Rows of q and k are stored so that their largest number is about 2^-12: sums over 256 dims then stay inside FP32
+/// with either row's factor, wherever the logit does.
 constexpr int kHeadroom = 12;
 constexpr std::uint16_t kMostBf16 = 0x7F7F;
 /// Height of a row of zeros, and of codes: E5M2's are the largest.
@@ -81,7 +81,9 @@ class Block {
 
   // Extents of what shares a scale.
   [[nodiscard]] __device__ int height() const { return op.operand.block.rows; }
-  [[nodiscard]] __device__ int width() const { return op.operand.block.columns == 0 ? op.dims : op.operand.block.columns; }
+  [[nodiscard]] __device__ int width() const {
+    return op.operand.block.columns == 0 ? op.dims : op.operand.block.columns;
+  }
   [[nodiscard]] __device__ int across() const { return (op.dims + width() - 1) / width(); }
   [[nodiscard]] __device__ int scale_count() const { return (kRows + height() - 1) / height() * across(); }
   [[nodiscard]] __device__ int scale_of(int row, int dim) const { return row / height() * across() + dim / width(); }
@@ -94,8 +96,8 @@ class Block {
       const int dim = i % chunks() * kChunk;
       float out[kChunk] = {};
       if (row < tokens_.count && dim < op.dims) {
-        const std::int64_t base = (std::int64_t{tokens_.row} + row) * source.token_stride +
-                                  head_ * source.head_stride + dim * source.dim_stride;
+        const std::int64_t base = (std::int64_t{tokens_.row} + row) * source.token_stride + head_ * source.head_stride +
+                                  dim * source.dim_stride;
         if (source.vectors && source.dtype != DType::f32) {
           read_halves(static_cast<const std::uint16_t*>(source.data) + base, out);
         } else {
@@ -164,7 +166,8 @@ class Block {
     if (width() == 1) {
       for (int i = thread(); i < scale_count(); i += kThreads) {
         std::uint32_t most = 0;
-        for (int r = 0; r < height(); ++r) most = max(most, magnitude(x[(i / op.dims * height() + r) * stride_ + i % op.dims]));
+        for (int r = 0; r < height(); ++r)
+          most = max(most, magnitude(x[(i / op.dims * height() + r) * stride_ + i % op.dims]));
         s.maxima[i] = most;
       }
       return;
@@ -305,7 +308,9 @@ __global__ void __launch_bounds__(kThreads) embed_quantize_kernel(const __grid_c
 int launch_embed_quantize(const EmbedQuantizeArguments& arguments, void* stream) {
   auto* on = static_cast<cudaStream_t>(stream);
   const Sizes& sizes = arguments.sizes;
-  const std::int64_t blocks = kQuarters * std::max(sizes.item_slots() * sizes.heads, sizes.tile_slots() * sizes.kv_heads);
+  const std::int64_t blocks =
+      kQuarters * std::max(sizes.item_slots() * sizes.heads, sizes.tile_slots() * sizes.kv_heads);
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   std::int32_t padded = 0;
   for (int i = 0; i < arguments.operands; ++i) padded = std::max(padded, arguments.operand[i].padded);
   const auto bytes = kRows * (padded + kPadding) * static_cast<int>(sizeof(float));

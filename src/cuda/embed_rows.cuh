@@ -120,8 +120,8 @@ class EmbedRows {
   using Stage = typename EmbedShared<Traits>::Stage;
   static constexpr int kScores = kGroup / 8;               // Of eight keys.
   static constexpr int kOutputs = Traits::kValueDims / 8;  // Of eight dims.
-  /// P is held where P V is below this power of two and P itself below 2^60 or so: sums of 2^17 keys stay inside FP32, and
-  /// neither a weight of 2^-127 nor the product with a subnormal V falls out of it.
+  /// P is held where P V is below this power of two and P itself below 2^60 or so: sums of 2^17 keys stay inside FP32,
+  /// and neither a weight of 2^-127 nor the product with a subnormal V falls out of it.
   static constexpr float kMostHeight = 100.0F;
   static constexpr float kLeastHeight = -60.0F;
   static constexpr float kLightOctaves = 3.0F;
@@ -167,8 +167,7 @@ class EmbedRows {
 
   /// The scores hold P.
   __device__ void multiply_values(const Stage& stage) {
-    const std::uint32_t value =
-        row_address<Traits::kValueBytes>(shared_address(stage.values), lane % 16, lane / 16);
+    const std::uint32_t value = row_address<Traits::kValueBytes>(shared_address(stage.values), lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < kGroup / 16; ++k) {
       const std::uint32_t left[4] = {

@@ -131,8 +131,8 @@ struct Layout {
   std::size_t embedded_queries = 0;
   std::size_t embedded_query_factor = 0;
   std::size_t embedded_keys = 0;
-  std::size_t embedded_values[2] = {0, 0};  ///< By kind of tile; as many as the recipe has.
-  std::size_t embedded_about[2] = {0, 0};   ///< The same.
+  std::size_t embedded_values[2] = {0, 0};   ///< By kind of tile; as many as the recipe has.
+  std::size_t embedded_about[2] = {0, 0};    ///< The same.
   std::size_t embedded_heights[2] = {0, 0};  ///< The same.
   std::size_t bytes = 0;
 };

@@ -176,10 +176,9 @@ Result<Launches> prepare(const ForwardCall& call, const Recipe& recipe, const Ex
                     {*sizes, band, work, scale, call.inputs.q.dtype, call.outputs.o, call.outputs.lse}};
   if (multiplies_codes(recipe)) return launches;
   const EmbeddedTables tables = embedded_tables(execution.workspace, *layout, recipe);
-  launches.embedded = EmbedLaunches{
-      embed_quantize_arguments(launches.quantize, recipe, tables),
-      {*sizes, band, work, tables, recipe.exponential, recipe.row_sum, scale, call.inputs.q.dtype, call.outputs.o,
-       call.outputs.lse}};
+  launches.embedded = EmbedLaunches{embed_quantize_arguments(launches.quantize, recipe, tables),
+                                    {*sizes, band, work, tables, recipe.exponential, recipe.row_sum, scale,
+                                     call.inputs.q.dtype, call.outputs.o, call.outputs.lse}};
   return launches;
 }
 

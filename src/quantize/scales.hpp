@@ -50,7 +50,8 @@ MXFLASH_HOST_DEVICE inline float scale_value(const Operand& operand, const Block
 }
 
 /// The code of one element. NVFP4 divides, correctly rounded: a multiplication by the reciprocal moves ties.
-MXFLASH_HOST_DEVICE inline std::uint8_t encode_element(const Operand& operand, const BlockScale& scale, float value, std::uint32_t random) {
+MXFLASH_HOST_DEVICE inline std::uint8_t encode_element(const Operand& operand, const BlockScale& scale, float value,
+                                                       std::uint32_t random) {
   if (operand.encoding == Encoding::nvfp4) {
     value = scale.divisor == 0.0F ? 0.0F : value / scale.divisor;
   } else {

@@ -303,8 +303,7 @@ TEST(CudaEmbedded, WeightsRoundAsTheCodecsDo) {
 TEST(CudaEmbedded, GroupsScaleByTheRecipesRule) {
   for (const Encoding encoding : {Encoding::e4m3, Encoding::e5m2, Encoding::e2m3, Encoding::e3m2, Encoding::e2m1}) {
     for (const ScaleRule rule : {ScaleRule::floor, ScaleRule::ceil, ScaleRule::uos}) {
-      const cuda::WeightRule of =
-          cuda::weight_rule({.encoding = encoding, .block = Block::dims32(), .rule = rule}, 1);
+      const cuda::WeightRule of = cuda::weight_rule({.encoding = encoding, .block = Block::dims32(), .rule = rule}, 1);
       for (std::uint32_t bits = 0x3F800000U; bits <= 0x40000000U; ++bits) {
         const auto x = std::bit_cast<float>(bits);
         ASSERT_EQ(of.group_offset + (x > of.group_limit ? 1.0F : 0.0F),

@@ -144,7 +144,8 @@ TEST_F(CudaOutputs, C11_GroupsOfHeads) {
         const std::int64_t kv_head = head / (heads / kv_heads);
         want.set(i, std::ldexp(1.0F, static_cast<int>(kv_head)));
       }
-      EXPECT_TRUE(test::within(got.o, want, [&](std::int64_t i) { return 0x1p-4 * want.at(i); })) << recipe.name << " " << name_of_sizes(sizes);
+      EXPECT_TRUE(test::within(got.o, want, [&](std::int64_t i) { return 0x1p-4 * want.at(i); }))
+          << recipe.name << " " << name_of_sizes(sizes);
     }
   }
 }
