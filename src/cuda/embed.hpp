@@ -77,6 +77,7 @@ struct EmbeddedOperand {
   Source source;
   Operand operand;
   Table table = Table::queries;
+  RoundTo to;  ///< Of a format.
   std::int32_t quantized = 0;
   std::int32_t folds = 0;
   std::int32_t heads = 0;

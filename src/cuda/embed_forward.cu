@@ -36,6 +36,12 @@ __device__ EmbedWork work_of(const EmbedForwardArguments& a, std::uint32_t place
   const bool any = end > begin;
   work.first_tile = any ? static_cast<std::int32_t>(begin / kGroup) : 0;
   work.end_tile = any ? static_cast<std::int32_t>((end + kGroup - 1) / kGroup) : 0;
+  work.some = work.all = whole_tiles(work.item, a.band, 0);
+  for (int group = 1; group * kGroup < work.item.queries; ++group) {
+    const WholeTiles next = whole_tiles(work.item, a.band, group);
+    work.some = {min(work.some.first, next.first), max(work.some.last, next.last)};
+    work.all = {max(work.all.first, next.first), min(work.all.last, next.last)};
+  }
   return work;
 }
 

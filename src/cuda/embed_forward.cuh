@@ -29,16 +29,6 @@ struct EmbedTraits {
   static constexpr int kValueBytes = 2 * kValueDims;  // The same.
 };
 
-/// A block's work: 128 queries of one document and head, one part of the dims of V.
-struct EmbedWork {
-  Item item;
-  std::int32_t head;
-  std::int32_t kv_head;
-  std::int32_t part;
-  std::int32_t first_tile;  ///< Of 32 keys of the document, those that a query sees.
-  std::int32_t end_tile;
-};
-
 /// Tiles that a block of 32 queries sees whole: those whose first key is within [first, last].
 struct WholeTiles {
   std::int32_t first = 0;
@@ -56,6 +46,18 @@ __device__ inline WholeTiles whole_tiles(const Item& item, const Band& band, std
   const std::int64_t to = min(first + band.right - (kGroup - 1), kFar);
   return {static_cast<std::int32_t>(min(from, kFar)), static_cast<std::int32_t>(max(to, -kFar))};
 }
+
+/// A block's work: 128 queries of one document and head, one part of the dims of V.
+struct EmbedWork {
+  Item item;
+  std::int32_t head;
+  std::int32_t kv_head;
+  std::int32_t part;
+  std::int32_t first_tile;  ///< Of 32 keys of the document, those that a query sees.
+  std::int32_t end_tile;
+  WholeTiles some;  ///< No tile outside is whole for any query.
+  WholeTiles all;   ///< Every tile inside is whole for all.
+};
 
 struct KeyRange32 {
   std::int32_t begin = 0;
@@ -80,7 +82,8 @@ struct alignas(16) RowReference {
 
 template <class Traits>
 struct EmbedShared {
-  struct Stage {
+  /// Tables begin at multiples of their rows' bytes (row_address).
+  struct alignas(Traits::kKeyBytes) Stage {
     std::uint16_t keys[kGroup * Traits::kKeyDims];
     std::uint16_t values[kGroup * Traits::kValueDims];
     EmbeddedKey about[kGroup];
@@ -93,6 +96,8 @@ struct EmbedShared {
   RowReference row[kTileRows];
   float factor[kTileRows];  // Multiplies scores, after the key's.
   WarpKeys warp[kEmbedWarps];
+
+  static_assert(Traits::kKeyBytes >= Traits::kValueBytes && sizeof(Stage) % Traits::kKeyBytes == 0);
 };
 
 /// Logits are held here: of equal ones the difference is then 0.
@@ -156,14 +161,11 @@ class Steps {
   }
 
  private:
-  /// Whether the tile is of the kind for some of the queries.
+  /// Whether the tile may be of the kind for some of the queries.
   [[nodiscard]] __device__ bool meets(const Step& step) const {
     if (a_.tables.kinds == 1) return true;
-    for (int group = 0; group * kGroup < work_.item.queries; ++group) {
-      const bool whole = whole_tiles(work_.item, a_.band, group).holds(step.tile * kGroup);
-      if (whole == (step.kind() == kWholeTiles)) return true;
-    }
-    return false;
+    const std::int32_t key = step.tile * kGroup;
+    return step.kind() == kWholeTiles ? work_.some.holds(key) : !work_.all.holds(key);
   }
 
   const EmbedForwardArguments& a_;

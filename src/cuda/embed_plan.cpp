@@ -45,12 +45,18 @@ float group_limit(Format format, ScaleRule rule) {
   return std::bit_cast<float>(low);
 }
 
+RoundTo round_to(Format format) {
+  const FormatSpec spec = spec_of(format);
+  return round_to(spec.mantissa_bits, 1 - spec.bias, spec.max);
+}
+
 EmbeddedOperand operand_of(const Operand& operand, Table table, const Source& source) {
   EmbeddedOperand out;
   out.source = source;
   out.operand = operand;
   out.table = table;
   out.quantized = operand.quantized() ? 1 : 0;
+  if (operand.quantized()) out.to = round_to(*element_format(operand.encoding));
   out.folds = operand.folds() ? 1 : 0;
   return out;
 }
@@ -84,7 +90,7 @@ WeightRule weight_rule(const Operand& weights, int beta) {
   }
   const Format format = *element_format(weights.encoding);
   const FormatSpec spec = spec_of(format);
-  rule.to = round_to(spec.mantissa_bits, 1 - spec.bias, spec.max);
+  rule.to = round_to(format);
   rule.smallest_normal = detail::pow2(1 - spec.bias);
   if (is_static(weights)) {
     rule.log2_beta = static_cast<float>(std::countr_zero(static_cast<unsigned>(beta)));

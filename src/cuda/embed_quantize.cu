@@ -161,6 +161,18 @@ class Block {
     __syncwarp();
   }
 
+  __device__ void read(int row, int dim, float (&out)[kChunk]) const {
+    const auto* from = reinterpret_cast<const float4*>(x + row * stride_ + dim);
+    const float4 halves[] = {from[0], from[1]};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      out[4 * h] = halves[h].x;
+      out[4 * h + 1] = halves[h].y;
+      out[4 * h + 2] = halves[h].z;
+      out[4 * h + 3] = halves[h].w;
+    }
+  }
+
   /// Maxima of what shares a scale.
   __device__ void measure() {
     if (width() == 1) {
@@ -178,9 +190,11 @@ class Block {
     for (int i = thread(); i < kRows * across_row; i += kThreads) {
       const int row = i / across_row;
       const int dim = i % across_row * kChunk;
+      float values[kChunk];
+      read(row, dim, values);
       std::uint32_t most = 0;
 #pragma unroll
-      for (int d = 0; d < kChunk; ++d) most = max(most, magnitude(x[row * stride_ + dim + d]));
+      for (int d = 0; d < kChunk; ++d) most = max(most, magnitude(values[d]));
       atomicMax(&s.maxima[scale_of(row, dim)], most);
     }
   }
@@ -197,33 +211,40 @@ class Block {
     return (bits & 0x7FFFU) > kMostBf16 ? static_cast<std::uint16_t>((bits & 0x8000U) | kMostBf16) : bits;
   }
 
-  [[nodiscard]] __device__ std::uint16_t stored(int row, int dim) const {
-    const float value = x[row * stride_ + dim];
-    const int apart = dims_product() ? row_exponent(row) : 0;
-    if (op.quantized == 0) return hold(decode_bf16(hold(value)) * detail::pow2(-apart));
-    const BlockScale scale = s.scales[scale_of(row, dim)];
-    const std::uint8_t code = encode_element(op.operand, scale, value, 0);
-    const float decoded = decode(*element_format(op.operand.encoding), code);
-    if (op.operand.encoding == Encoding::nvfp4) return hold(decoded * scale.divisor * detail::pow2(-apart));
-    return hold(decoded * detail::pow2(scale.exponent - apart));
-  }
-  /// Of a V that folds, without its exponent.
-  [[nodiscard]] __device__ std::uint16_t stored_code(int row, int dim) const {
-    const BlockScale scale = s.scales[scale_of(row, dim)];
-    const std::uint8_t code = encode_element(op.operand, scale, x[row * stride_ + dim], 0);
-    return hold(decode(*element_format(op.operand.encoding), code));
+  /// What the code of a value stands for, and the power of two that is to multiply it.
+  [[nodiscard]] __device__ float decoded(const BlockScale& scale, float value) const {
+    if (op.operand.encoding == Encoding::nvfp4) {
+      value = scale.divisor == 0.0F ? 0.0F : value / scale.divisor;
+    } else {
+      value *= detail::pow2(-scale.exponent);
+    }
+    return copysignf(rounded_to(op.to, fabsf(value)), value);
   }
 
+  /// Eight dims of a row, which have one scale, or one each.
   __device__ void store(int row, int dim) const {
+    const int apart = dims_product() ? row_exponent(row) : 0;
+    const bool code_alone = !dims_product() && op.folds != 0;
     std::uint32_t words[kChunk / 2] = {};
-    if (dim < op.dims) {
-      const bool code_alone = !dims_product() && op.folds != 0;
-#pragma unroll 1
-      for (int d = 0; d < kChunk; ++d) {
-        const std::uint32_t bits = code_alone ? stored_code(row, dim + d) : stored(row, dim + d);
+    BlockScale scale;
+    float factor = detail::pow2(-apart);
+    float values[kChunk];
+    read(row, dim, values);
 #pragma unroll
-        for (int w = 0; w < kChunk / 2; ++w) words[w] |= d / 2 == w ? bits << (d % 2 * 16) : 0U;
+    for (int d = 0; d < kChunk; ++d) {
+      if (dim >= op.dims) break;
+      float value = values[d];
+      if (op.quantized == 0) {
+        value = decode_bf16(hold(value)) * factor;
+      } else {
+        if (d == 0 || width() == 1) {
+          scale = s.scales[scale_of(row, dim + d)];
+          factor = op.operand.encoding == Encoding::nvfp4 ? scale.divisor * detail::pow2(-apart)
+                                                          : detail::pow2(code_alone ? 0 : scale.exponent - apart);
+        }
+        value = decoded(scale, value) * factor;
       }
+      words[d / 2] |= static_cast<std::uint32_t>(hold(value)) << (d % 2 * 16);
     }
     std::uint16_t* to = table() + place(row) * op.padded + dim;
     *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
