@@ -17,9 +17,19 @@ struct RoundTo {
   float most = 0;           ///< At most 2^100.
 };
 
+/// At most `most`; a NaN stays one.
+MXFLASH_HOST_DEVICE inline float saturated(float x, float most) {
+#if defined(__CUDA_ARCH__)
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(most));  // The comparison would be two instructions.
+  return x;
+#else
+  return x > most ? most : x;
+#endif
+}
+
 /// Nearest, ties to even, saturating; a NaN stays one. Precondition: x >= 0.
 MXFLASH_HOST_DEVICE inline float rounded_to(const RoundTo& to, float x) {
-  x = x > to.most ? to.most : x;
+  x = saturated(x, to.most);
   std::uint32_t octave = detail::bits_of(x) & detail::kInfBits;
   octave = octave > to.least ? octave : to.least;
   const float unit = detail::float_of(octave + to.step);

@@ -14,9 +14,10 @@ struct ExactExponential {
 /// bits that t + 127 would lose.
 struct MitchellExponential {
   static __device__ float of(float t, int /*pair*/) {
-    const float moved = t - 0.0695F;
-    const float whole = floorf(fmaxf(moved, -128.0F));
-    return held_pow2(whole) * (moved < -128.0F ? 1.0F : 1.0F + (moved - whole));
+    float moved = t - 0.0695F;
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(moved) : "f"(-128.0F));
+    const float whole = floorf(moved);
+    return held_pow2(whole) * (1.0F + (moved - whole));
   }
 };
 

@@ -34,8 +34,8 @@ __device__ EmbedWork work_of(const EmbedForwardArguments& a, std::uint32_t place
   const std::int64_t begin = max(first - a.band.left, std::int64_t{0});
   const std::int64_t end = min(first + work.item.queries + a.band.right, std::int64_t{work.item.keys});
   const bool any = end > begin;
-  work.first_tile = any ? static_cast<std::int32_t>(begin / kGroup) : 0;
-  work.end_tile = any ? static_cast<std::int32_t>((end + kGroup - 1) / kGroup) : 0;
+  work.first_tile = any ? static_cast<std::uint32_t>(begin / kGroup) : 0;
+  work.end_tile = any ? static_cast<std::uint32_t>((end + kGroup - 1) / kGroup) : 0;
   work.some = work.all = whole_tiles(work.item, a.band, 0);
   for (int group = 1; group * kGroup < work.item.queries; ++group) {
     const WholeTiles next = whole_tiles(work.item, a.band, group);
@@ -50,19 +50,16 @@ template <class Traits>
 class Walk {
  public:
   __device__ Walk(const EmbedForwardArguments& arguments, EmbedShared<Traits>& shared)
-      : copies_(arguments, shared.work, shared), steps_(arguments, shared.work), step_(steps_.before()) {
-    more_ = steps_.advance(step_);
-    if (more_) copies_.queries();
+      : copies_(arguments, shared.work, shared), steps_(arguments, shared.work), step_(steps_.first()) {
+    if (step_.pass() < kPasses) copies_.queries();
     Step ahead = step_;
-    bool there = more_;
     for (int stage = 0; stage + 1 < kEmbedStages; ++stage) {
-      if (there) copies_.tile(ahead, stage);
-      commit_copies();
-      there = there && steps_.advance(ahead);
+      copy(ahead, stage);
+      if (ahead.pass() < kPasses) steps_.advance(ahead);
     }
   }
 
-  [[nodiscard]] __device__ bool in(std::int32_t pass) const { return more_ && step_.pass() == pass; }
+  [[nodiscard]] __device__ bool in(std::int32_t pass) const { return step_.pass() == pass; }
 
   template <class Take>
   __device__ void take(const Take& take) {
@@ -70,7 +67,7 @@ class Walk {
     __syncthreads();  // All have this tile, and are done with the one before, which the next copy overwrites.
     copy_ahead();
     take(step_, stage_);
-    more_ = steps_.advance(step_);
+    steps_.advance(step_);
     stage_ = stage_ + 1 == kEmbedStages ? 0 : stage_ + 1;
   }
 
@@ -78,9 +75,13 @@ class Walk {
   /// What comes is counted anew each time: kept, it would take registers that the rows need.
   __device__ void copy_ahead() const {
     Step ahead = step_;
-    bool there = true;
-    for (int i = 0; i + 1 < kEmbedStages; ++i) there = there && steps_.advance(ahead);
-    if (there) copies_.tile(ahead, stage_ == 0 ? kEmbedStages - 1 : stage_ - 1);
+    for (int i = 0; i + 1 < kEmbedStages; ++i) {
+      if (ahead.pass() < kPasses) steps_.advance(ahead);
+    }
+    copy(ahead, stage_ == 0 ? kEmbedStages - 1 : stage_ - 1);
+  }
+  __device__ void copy(const Step& step, int stage) const {
+    if (step.pass() < kPasses) copies_.tile(step, stage);
     commit_copies();
   }
 
@@ -88,7 +89,6 @@ class Walk {
   Steps steps_;
   Step step_;
   int stage_ = 0;
-  bool more_ = false;
 };
 
 template <class Traits, class Exp>

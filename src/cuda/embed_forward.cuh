@@ -53,8 +53,8 @@ struct EmbedWork {
   std::int32_t head;
   std::int32_t kv_head;
   std::int32_t part;
-  std::int32_t first_tile;  ///< Of 32 keys of the document, those that a query sees.
-  std::int32_t end_tile;
+  std::uint32_t first_tile;  ///< Of 32 keys of the document, those that a query sees.
+  std::uint32_t end_tile;
   WholeTiles some;  ///< No tile outside is whole for any query.
   WholeTiles all;   ///< Every tile inside is whole for all.
 };
@@ -132,11 +132,13 @@ __device__ void find_keys(const EmbedForwardArguments& a, EmbedShared<Traits>& s
 /// The block meets every tile twice: for the largest logits of its rows, then for the weights. Tiles of the second kind
 /// come after all of the first.
 struct Step {
-  std::int32_t tile = 0;
-  std::int32_t phase = 0;  ///< Of pass and kind in one register: they are short.
+  std::uint32_t tile : 28;  ///< Of 2^31 keys there are 2^26. In one register with the rest: they are short.
+  std::uint32_t phase : 4;
 
-  [[nodiscard]] __device__ std::int32_t pass() const { return phase / kTileKinds; }
-  [[nodiscard]] __device__ std::int32_t kind() const { return phase % kTileKinds; }
+  [[nodiscard]] __device__ std::int32_t pass() const { return static_cast<std::int32_t>(phase) / kTileKinds; }
+  [[nodiscard]] __device__ std::int32_t kind() const { return static_cast<std::int32_t>(phase) % kTileKinds; }
+  /// Its first key in the document.
+  [[nodiscard]] __device__ std::int32_t key() const { return static_cast<std::int32_t>(tile) * kGroup; }
 };
 inline constexpr std::int32_t kMaxima = 0;
 inline constexpr std::int32_t kWeights = 1;
@@ -146,25 +148,28 @@ class Steps {
  public:
   __device__ Steps(const EmbedForwardArguments& arguments, const EmbedWork& work) : a_(arguments), work_(work) {}
 
-  /// Before the first.
-  [[nodiscard]] __device__ Step before() const { return {work_.first_tile - 1, 0}; }
-  /// To the next one; false: there is none.
-  __device__ bool advance(Step& step) const {
+  /// The first, or one whose pass is kPasses: there is none.
+  [[nodiscard]] __device__ Step first() const {
+    Step step{work_.first_tile, 0};
+    if (work_.end_tile <= work_.first_tile) step.phase = kPasses * kTileKinds;
+    if (step.pass() < kPasses && !meets(step)) advance(step);
+    return step;
+  }
+  /// To the next one, likewise.
+  __device__ void advance(Step& step) const {
     do {
-      if (++step.tile < work_.end_tile) continue;
+      step.tile = step.tile + 1;
+      if (step.tile < work_.end_tile) continue;
       step.tile = work_.first_tile;
-      if (work_.end_tile <= work_.first_tile) return false;
-      step.phase += a_.tables.kinds == 1 ? kTileKinds : 1;
-      if (step.pass() == kPasses) return false;
-    } while (!meets(step));
-    return true;
+      step.phase = step.phase + (a_.tables.kinds == 1 ? kTileKinds : 1);
+    } while (step.pass() < kPasses && !meets(step));
   }
 
  private:
   /// Whether the tile may be of the kind for some of the queries.
   [[nodiscard]] __device__ bool meets(const Step& step) const {
     if (a_.tables.kinds == 1) return true;
-    const std::int32_t key = step.tile * kGroup;
+    const std::int32_t key = step.key();
     return step.kind() == kWholeTiles ? work_.some.holds(key) : !work_.all.holds(key);
   }
 
@@ -188,7 +193,7 @@ class Copies {
   __device__ void tile(const Step& step, int stage) const {
     typename EmbedShared<Traits>::Stage& to = s_.stage[stage];
     const TileKind& kind = a_.tables.kind[step.kind()];
-    const std::int32_t first = step.tile * kGroup;
+    const std::int32_t first = step.key();
     const std::int32_t count = work_.item.keys - first;  // Or more; beyond are zeros.
     const std::int64_t row = std::int64_t{work_.kv_head} * a_.sizes.tokens_k + work_.item.key_row + first;
     rows<Traits::kKeyBytes>(to.keys, a_.tables.keys + row * Traits::kKeyDims, Traits::kKeyDims, kGroup, count);

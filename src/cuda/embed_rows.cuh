@@ -11,7 +11,7 @@ struct RowMaxima {
   float t[2] = {-INFINITY, -INFINITY};
   float s[2] = {-INFINITY, -INFINITY};
   float fold[2] = {-kE8m0Bias, -kE8m0Bias};  ///< Where V folds.
-  float height[2] = {-INFINITY, -INFINITY};  ///< Of t and the height of V: log2 of what a key adds to O. Inf: poisoned.
+  float height[2] = {-INFINITY, -INFINITY};  ///< Of V; at the end with t: log2 of what a key adds. Inf: poisoned.
 };
 
 /// Whether a row sees the key in a column of a group: of a group that no row's mask cuts, and of others. `from`: the
@@ -32,11 +32,7 @@ template <class Traits, class Exp>
 class EmbedRows {
  public:
   __device__ EmbedRows(const EmbedForwardArguments& arguments, const EmbedWork& of, EmbedShared<Traits>& shared)
-      : a(arguments),
-        work(of),
-        s(shared),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        first_row(static_cast<int>(threadIdx.x) / 32 * kWarpQueries) {}
+      : a(arguments), work(of), s(shared), lane(threadIdx.x % 32) {}
 
   /// First pass, of one tile.
   __device__ void look(const Step& step, int stage, RowMaxima& most) {
@@ -47,7 +43,7 @@ class EmbedRows {
     if (every_row_sees(step)) {
       measure(kind, tile, EveryKey{}, most);
     } else {
-      measure(kind, tile, SomeKeys{s.visible + query_of(0), step.tile * kGroup}, most);
+      measure(kind, tile, SomeKeys{s.visible + query_of(0), step.key()}, most);
     }
   }
 
@@ -74,15 +70,14 @@ class EmbedRows {
   __device__ void weigh(const Step& step, int stage) {
     if (!meets(step)) return;
     // What follows from it is computed anew for every tile: kept, it would take registers that are not there.
-    lane = static_cast<int>(opaque(static_cast<std::uint32_t>(lane)));
-    first_row = static_cast<int>(opaque(static_cast<std::uint32_t>(first_row)));
+    lane = opaque(lane);
     const Stage& tile = s.stage[stage];
     const TileKind& kind = a.tables.kind[step.kind()];
     multiply_scores(tile);
     if (every_row_sees(step)) {
       to_weights(kind, tile.about, EveryKey{});
     } else {
-      to_weights(kind, tile.about, SomeKeys{s.visible + query_of(0), step.tile * kGroup});
+      to_weights(kind, tile.about, SomeKeys{s.visible + query_of(0), step.key()});
     }
     multiply_values(tile);
   }
@@ -126,8 +121,17 @@ class EmbedRows {
   static constexpr float kLeastHeight = -60.0F;
   static constexpr float kLightOctaves = 3.0F;
 
-  [[nodiscard]] __device__ int quad() const { return lane % 4; }
-  [[nodiscard]] __device__ int query_of(int r) const { return first_row + lane / 4 + 8 * r; }
+  static __device__ int warp() { return static_cast<int>(threadIdx.x / 32); }
+  [[nodiscard]] __device__ int quad() const { return static_cast<int>(lane % 4); }
+  [[nodiscard]] __device__ int query_of(int r) const {
+    return warp() * kWarpQueries + static_cast<int>(lane / 4) + 8 * r;
+  }
+  /// Row and chunk of a lane's address for load_matrices where matrices 0 and 1 are rows 0 to 15 of one chunk.
+  [[nodiscard]] __device__ int row_16() const { return static_cast<int>(lane % 16); }
+  [[nodiscard]] __device__ int chunk_16() const { return static_cast<int>(lane / 16); }
+  /// The same where they are two chunks of rows 0 to 7.
+  [[nodiscard]] __device__ int row_8() const { return static_cast<int>(lane / 16 * 8 + lane % 8); }
+  [[nodiscard]] __device__ int chunk_8() const { return static_cast<int>(lane / 8 % 2); }
   /// Column of the scores [n][b] and [n][2 + b].
   [[nodiscard]] __device__ int column(int n, int b) const { return 8 * n + 2 * quad() + b; }
   /// Which of eight pairs of keys the scores [n] are.
@@ -148,9 +152,8 @@ class EmbedRows {
       for (int j = 0; j < 4; ++j) scores[n][j] = 0;
     }
     const std::uint32_t query =
-        row_address<Traits::kKeyBytes>(shared_address(s.queries), first_row + lane % 16, lane / 16);
-    const std::uint32_t key =
-        row_address<Traits::kKeyBytes>(shared_address(stage.keys), lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        row_address<Traits::kKeyBytes>(shared_address(s.queries), warp() * kWarpQueries + row_16(), chunk_16());
+    const std::uint32_t key = row_address<Traits::kKeyBytes>(shared_address(stage.keys), row_8(), chunk_8());
 #pragma unroll
     for (int k = 0; k < Traits::kKeyDims / 16; ++k) {
       std::uint32_t left[4];
@@ -167,7 +170,7 @@ class EmbedRows {
 
   /// The scores hold P.
   __device__ void multiply_values(const Stage& stage) {
-    const std::uint32_t value = row_address<Traits::kValueBytes>(shared_address(stage.values), lane % 16, lane / 16);
+    const std::uint32_t value = row_address<Traits::kValueBytes>(shared_address(stage.values), row_16(), chunk_16());
 #pragma unroll
     for (int k = 0; k < kGroup / 16; ++k) {
       const std::uint32_t left[4] = {
@@ -185,42 +188,60 @@ class EmbedRows {
 
   /// Whether the tile is of its step's kind for the warp, and some row sees it.
   [[nodiscard]] __device__ bool meets(const Step& step) const {
-    const WarpKeys& seen = s.warp[first_row / kWarpQueries];
-    const std::int32_t key = step.tile * kGroup;
+    const WarpKeys& seen = s.warp[warp()];
+    const std::int32_t key = step.key();
     if (key >= seen.some.end || key + kGroup <= seen.some.begin) return false;
     return a.tables.kinds == 1 || seen.whole.holds(key) == (step.kind() == kWholeTiles);
   }
   [[nodiscard]] __device__ bool every_row_sees(const Step& step) const {
-    const KeyRange32& every = s.warp[first_row / kWarpQueries].every;
-    return every.begin <= step.tile * kGroup && (step.tile + 1) * kGroup <= every.end;
+    const KeyRange32& every = s.warp[warp()].every;
+    return every.begin <= step.key() && step.key() + kGroup <= every.end;
   }
 
-  /// NaN where either token is poisoned. One factor after the other: their product may leave FP32 where the logit does
-  /// not.
+  /// A logit with V's exponent: NaN where either token is poisoned. One factor after the other: their product may leave
+  /// FP32 where the logit does not.
   static __device__ float logit(float score, const EmbeddedKey& key, float factor) {
-    return held(score * key.factor * factor, kFarLogit);
+    return fmaf(score * key.factor, factor, key.fold);
   }
 
-  /// A NaN is never the larger.
+  /// A NaN is never the larger. Maxima are held afterwards, which is the same as before.
   template <class Keys>
   __device__ void measure(const TileKind& kind, const Stage& tile, const Keys& keys, RowMaxima& most) {
     const float factor[2] = {s.factor[query_of(0)], s.factor[query_of(1)]};
+    RowMaxima own;
+    each_pair(tile.about, keys, [&](int n, int b, int r, const EmbeddedKey& key) {
+      own.t[r] = fmaxf(own.t[r], logit(scores[n][2 * r + b], key, factor[r]));
+      own.height[r] = fmaxf(own.height[r], tile.heights[column(n, b)]);
+    });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) own.s[r] = own.t[r];
+    if (kind.folds != 0) {
+      own.s[0] = own.s[1] = -INFINITY;
+      each_pair(tile.about, keys, [&](int n, int b, int r, const EmbeddedKey& key) {
+        own.s[r] = fmaxf(own.s[r], logit(scores[n][2 * r + b], {key.factor, 0.0F}, factor[r]));
+        own.fold[r] = fmaxf(own.fold[r], key.fold);
+      });
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      most.t[r] = fmaxf(most.t[r], own.t[r]);
+      most.s[r] = fmaxf(most.s[r], own.s[r]);
+      most.fold[r] = fmaxf(most.fold[r], own.fold[r]);
+      most.height[r] = fmaxf(most.height[r], fmaxf(own.t[r], -kFarLogit) + own.height[r]);
+    }
+  }
+
+  /// `take(n, b, r, key)` of every score whose key the row sees.
+  template <class Keys, class Take>
+  __device__ void each_pair(const EmbeddedKey* about, const Keys& keys, const Take& take) const {
 #pragma unroll
     for (int n = 0; n < kScores; ++n) {
-      const TwoKeys two = load(tile.about, n);
+      const TwoKeys two = load(about, n);
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const EmbeddedKey key = two.key[b];
-        const float height = tile.heights[column(n, b)];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const bool sees = keys.sees(r, column(n, b));
-          const float bare = sees ? logit(scores[n][2 * r + b], key, factor[r]) : -INFINITY;
-          const float t = bare + key.fold;
-          most.s[r] = fmaxf(most.s[r], bare);
-          most.t[r] = fmaxf(most.t[r], t);
-          if (sees) most.height[r] = fmaxf(most.height[r], t + height);
-          if (kind.folds != 0) most.fold[r] = fmaxf(most.fold[r], sees ? key.fold : -INFINITY);
+          if (keys.sees(r, column(n, b))) take(n, b, r, two.key[b]);
         }
       }
     }
@@ -230,8 +251,8 @@ class EmbedRows {
     x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, 2));
   }
-  /// 0 for a row that has seen none but NaN.
-  static __device__ float reference(float top) { return top > -INFINITY ? ceilf(top) : 0.0F; }
+  /// Of a row that has seen none but NaN any number will do.
+  static __device__ float reference(float top) { return ceilf(held(top, kFarLogit)); }
 
   /// Scores to P, and its share of the row sums.
   template <class Keys>
@@ -247,7 +268,7 @@ class EmbedRows {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float& t = scores[n][2 * r + b];
-          t = keys.sees(r, column(n, b)) ? logit(t, key, factor[r]) + key.fold : -INFINITY;
+          t = keys.sees(r, column(n, b)) ? held(logit(t, key, factor[r]), kFarLogit) : -INFINITY;
           top[r] = fmaxf(top[r], t);
         }
       }
@@ -257,12 +278,33 @@ class EmbedRows {
       const RowReference of = s.row[query_of(r)];
       const float divisor = log2_divisor(kind.rule, top[r], of.t);
       const float by = held_pow2(divisor - of.t - of.height);
+      const float unit = divisor - of.s;
+      const auto fold = [&](int n, int b) { return about[column(n, b)].fold; };
+      const auto whole = [&](int n, int b, float /*t*/, float code) { return code * held_pow2(unit - fold(n, b)); };
       if (kind.folds == 0 && a.row_sum == RowSum::quantized) {
-        sum[r] += round_plain(kind.rule, divisor, by, r) * held_pow2(divisor - of.s);
+        sum[r] +=
+            round_row(kind.rule, divisor, by, r, [](int, int, float, float code) { return code; }) * held_pow2(unit);
+      } else if (a.row_sum == RowSum::quantized && !__any_sync(0xFFFFFFFFU, has_light(about, of.light))) {
+        sum[r] += round_row(kind.rule, divisor, by, r, whole);
       } else {
-        sum[r] += round_counted(kind, divisor, by, of, about, r);
+        sum[r] += round_row(kind.rule, divisor, by, r, [&](int n, int b, float t, float code) {
+          const bool light = kind.folds != 0 && fold(n, b) <= of.light && code < kind.rule.smallest_normal;
+          const bool plain = light || a.row_sum == RowSum::unquantized;
+          return plain ? Exp::of(t - fold(n, b) - of.s, pair_of(n)) : whole(n, b, t, code);
+        });
       }
     }
+  }
+
+  /// Whether a key of the thread's may be light.
+  [[nodiscard]] __device__ bool has_light(const EmbeddedKey* about, float most) const {
+    bool any = false;
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+      const TwoKeys two = load(about, n);
+      any = any || two.key[0].fold <= most || two.key[1].fold <= most;
+    }
+    return any;
   }
 
   /// log2 of what divides a row's weights before they are rounded.
@@ -275,8 +317,10 @@ class EmbedRows {
     return fmaxf(exponent, reference - static_cast<float>(kE8m0Bias));
   }
 
-  /// Scores of a row to P where no key's V folds; the sum of what the codes stand for.
-  __device__ float round_plain(const WeightRule& rule, float divisor, float by, int r) {
+  /// Scores of a row to P; the sum of what `counts(n, b, t, code)` says of each: a key's code without V's exponent, or
+  /// its weight before rounding where that would be lost.
+  template <class Counts>
+  __device__ float round_row(const WeightRule& rule, float divisor, float by, int r, const Counts& counts) {
     float all = 0;
 #pragma unroll
     for (int n = 0; n < kScores; ++n) {
@@ -284,31 +328,8 @@ class EmbedRows {
       for (int b = 0; b < 2; ++b) {
         float& p = scores[n][2 * r + b];
         const float code = rounded_to(rule.to, Exp::of(p - divisor, pair_of(n)));
-        all += code;
+        all += counts(n, b, p, code);
         p = code * by;
-      }
-    }
-    return all;
-  }
-
-  /// Anywhere: a key counts its code without V's exponent, or its weight before rounding where that would be lost.
-  __device__ float round_counted(const TileKind& kind, float divisor, float by, const RowReference& of,
-                                 const EmbeddedKey* about, int r) {
-    const bool all_plain = a.row_sum == RowSum::unquantized;
-    float all = 0;
-#pragma unroll
-    for (int n = 0; n < kScores; ++n) {
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        float& p = scores[n][2 * r + b];
-        const float fold = about[column(n, b)].fold;
-        const float t = p;
-        const float code = rounded_to(kind.rule.to, Exp::of(t - divisor, pair_of(n)));
-        p = code * by;
-        const bool light = kind.folds != 0 && fold <= of.light && code < kind.rule.smallest_normal;
-        float counted = code * held_pow2(divisor - of.s - fold);
-        if (light || all_plain) counted = Exp::of(t - fold - of.s, pair_of(n));
-        all += counted;
       }
     }
     return all;
@@ -329,8 +350,7 @@ class EmbedRows {
   const EmbedForwardArguments& a;
   const EmbedWork& work;
   EmbedShared<Traits>& s;
-  int lane;
-  int first_row;  // Of the warp.
+  std::uint32_t lane;
   float sum[2];
   float scores[kScores][4];
   float out[static_cast<std::size_t>(kOutputs)][4];
