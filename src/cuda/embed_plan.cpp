@@ -35,8 +35,8 @@ RoundTo round_to(int mantissa_bits, int least, float most) {
 
 /// The largest 2^fraction, below 2, that takes no higher exponent than 1 does.
 float group_limit(Format format, ScaleRule rule) {
-  std::uint32_t low = std::bit_cast<std::uint32_t>(1.0F);
-  std::uint32_t high = std::bit_cast<std::uint32_t>(2.0F);
+  auto low = std::bit_cast<std::uint32_t>(1.0F);
+  auto high = std::bit_cast<std::uint32_t>(2.0F);
   const int of_one = scale_exponent(format, rule, 1.0F);
   while (high - low > 1) {
     const std::uint32_t middle = low + (high - low) / 2;

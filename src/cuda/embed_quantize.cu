@@ -162,7 +162,7 @@ class Block {
     for (int half = 1; half < op.dims; half *= 2) {
       __syncwarp();
       for (int i = lane(); i < op.dims / 2; i += 32) {
-        const int d = i / half * 2 * half + i % half;
+        const int d = (i & -half) * 2 + (i & (half - 1));  // Without a division: half is a power of two.
         const float low = values[d];
         const float high = values[d + half];
         values[d] = low + high;

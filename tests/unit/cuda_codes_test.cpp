@@ -166,7 +166,7 @@ void expect_values(const cuda::Launches& launches, int kind, const Quantized& wa
                    const std::string& where) {
   const cuda::Sizes& sizes = launches.schedule.sizes;
   const cuda::TileKind& of = launches.embedded->forward.tables.kind[kind];
-  const Table table(of.values, sizes.kv_heads, sizes.tokens_k, sizes.value_parts * sizes.value_dims);
+  const Table table(of.values, sizes.kv_heads, sizes.tokens_k, std::int64_t{sizes.value_parts} * sizes.value_dims);
   const std::vector<cuda::EmbeddedKey> keys = downloaded(of.keys, std::int64_t{sizes.kv_heads} * sizes.tokens_k);
   const std::vector<float> heights = downloaded(of.heights, std::int64_t{sizes.kv_heads} * sizes.tokens_k);
   for (std::int64_t token = 0; token < sizes.tokens_k; ++token) {
@@ -292,7 +292,9 @@ TEST(CudaEmbedded, WeightsRoundAsTheCodecsDo) {
     EXPECT_TRUE(std::isnan(cuda::rounded_to(rule.to, NAN)));
   }
   const cuda::WeightRule bf16 = cuda::weight_rule({.encoding = Encoding::bf16}, 1);
-  for (float x = 0x1p-126F; x <= 1.0F; x *= 1.0000917F) {
+  // From the least normal number to 1.
+  for (std::uint32_t bits = 0x00800000U; bits <= 0x3F800000U; bits += 997) {
+    const auto x = std::bit_cast<float>(bits);
     ASSERT_EQ(cuda::rounded_to(bf16.to, x), decode_bf16(encode_bf16(x))) << x;
   }
   EXPECT_EQ(cuda::rounded_to(bf16.to, 1 + 0x1p-8F), 1.0F);
