@@ -56,10 +56,10 @@ __device__ float widen(const Source& source, std::int64_t index) {
 
 __device__ std::uint32_t magnitude(float x) { return __float_as_uint(x) & detail::kAbsMask; }
 
-class Block {
+class TokenBlock {
  public:
-  __device__ Block(const EmbedQuantizeArguments& arguments, const EmbeddedOperand& of, std::int32_t head,
-                   const Tokens& tokens, float* rows, Shared& shared)
+  __device__ TokenBlock(const EmbedQuantizeArguments& arguments, const EmbeddedOperand& of, std::int32_t head,
+                        const Tokens& tokens, float* rows, Shared& shared)
       : a(arguments), op(of), head_(head), tokens_(tokens), x(rows), s(shared), stride_(of.padded + kPadding) {
     shift_ = 31 - __clz(of.padded / kChunk);
   }
@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(kThreads) embed_quantize_kernel(const __grid_c
   const auto rest = static_cast<std::int32_t>(index / op.heads);
   const Tokens tokens = tokens_of(a, op, rest / kQuarters, rest % kQuarters);
   if (tokens.count == 0) return;
-  Block(a, op, head, tokens, reinterpret_cast<float*>(rows), shared).run();
+  TokenBlock(a, op, head, tokens, reinterpret_cast<float*>(rows), shared).run();
 }
 
 }  // namespace
