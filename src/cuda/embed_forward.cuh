@@ -186,8 +186,8 @@ class Copies {
 
   __device__ void queries() const {
     const std::int64_t row = std::int64_t{work_.head} * a_.sizes.tokens_q + work_.item.query_row;
-    rows<Traits::kKeyBytes, kTileRows>(s_.queries, a_.tables.queries + row * Traits::kKeyDims, Traits::kKeyDims,
-                                       work_.item.queries);
+    rows<Traits::kKeyBytes>(s_.queries, a_.tables.queries + row * Traits::kKeyDims, Traits::kKeyDims, kTileRows,
+                            work_.item.queries);
   }
 
   __device__ void tile(const Step& step, int stage) const {
@@ -196,7 +196,7 @@ class Copies {
     const std::int32_t first = step.key();
     const std::int32_t count = work_.item.keys - first;  // Or more; beyond are zeros.
     const std::int64_t row = std::int64_t{work_.kv_head} * a_.sizes.tokens_k + work_.item.key_row + first;
-    rows<Traits::kKeyBytes, kGroup>(to.keys, a_.tables.keys + row * Traits::kKeyDims, Traits::kKeyDims, count);
+    rows<Traits::kKeyBytes>(to.keys, a_.tables.keys + row * Traits::kKeyDims, Traits::kKeyDims, kGroup, count);
     const int key = static_cast<int>(threadIdx.x);
     const bool there = key < count;
     const std::int64_t at = row + (there ? key : 0);
@@ -206,27 +206,22 @@ class Copies {
     }
     if (step.pass() == kMaxima) return;
     const std::int64_t length = std::int64_t{a_.sizes.value_parts} * a_.sizes.value_dims;
-    rows<Traits::kValueBytes, kGroup>(to.values, kind.values + row * length + work_.part * Traits::kValueDims, length,
-                                      count);
+    rows<Traits::kValueBytes>(to.values, kind.values + row * length + work_.part * Traits::kValueDims, length, kGroup,
+                              count);
   }
 
  private:
-  /// kMost rows to shared memory, of which `count` are there. A thread has one chunk of every so many rows: their
-  /// places there are multiples of eight rows apart, which the swizzle does not see.
-  template <int kRowBytes, int kMost>
-  static __device__ void rows(std::uint16_t* to, const std::uint16_t* from, std::int64_t length, int count) {
+  /// `most` rows to shared memory, of which `count` are there.
+  template <int kRowBytes>
+  static __device__ void rows(std::uint16_t* to, const std::uint16_t* from, std::int64_t length, int most, int count) {
     constexpr int kChunks = kRowBytes / 16;
-    constexpr int kAtOnce = kEmbedThreads / kChunks;
-    static_assert(kAtOnce % 8 == 0 && kMost % kAtOnce == 0);
-    const std::uint32_t thread = opaque(threadIdx.x);  // Else places are kept in registers that the rows need.
-    const auto first = static_cast<int>(thread / kChunks);
-    const auto chunk = static_cast<int>(thread % kChunks);
-    const std::uint32_t place = shared_address(to) + swizzled<kRowBytes>(first, chunk);
-    const std::uint16_t* at = from + first * length + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < kMost / kAtOnce; ++i) {
-      const bool there = first + i * kAtOnce < count;
-      copy_chunk(place + i * kAtOnce * kRowBytes, there ? at + i * kAtOnce * length : from, there);
+    const std::uint32_t base = shared_address(to);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < most * kChunks; i += kEmbedThreads) {
+      const int row = i / kChunks;
+      const int chunk = i % kChunks;
+      const bool there = row < count;
+      copy_chunk(base + swizzled<kRowBytes>(row, chunk), from + (there ? row : 0) * length + chunk * 8, there);
     }
   }
 

@@ -32,16 +32,9 @@ struct Tokens {
   std::int32_t count = 0;
 };
 
-/// A block's scale as elements need it.
-struct Scale {
-  int exponent;  ///< Of a power of two; NVFP4: 0.
-  float by;      ///< NVFP4: what elements are divided by; else what they are multiplied by, which is as exact.
-  float factor;  ///< Multiplies codes.
-};
-
 struct Shared {
   std::uint32_t maxima[kMostScales];  // Bits of magnitudes, which order as the numbers do.
-  Scale scales[kMostScales];
+  BlockScale scales[kMostScales];
   std::uint32_t row_maxima[kRows];
   std::uint8_t poisoned[kRows];
 };
@@ -60,9 +53,7 @@ class TokenBlock {
  public:
   __device__ TokenBlock(const EmbedQuantizeArguments& arguments, const EmbeddedOperand& of, std::int32_t head,
                         const Tokens& tokens, float* rows, Shared& shared)
-      : a(arguments), op(of), head_(head), tokens_(tokens), x(rows), s(shared), stride_(of.padded + kPadding) {
-    shift_ = 31 - __clz(of.padded / kChunk);
-  }
+      : a(arguments), op(of), head_(head), tokens_(tokens), x(rows), s(shared), stride_(of.padded + kPadding) {}
 
   __device__ void run() {
     load();
@@ -73,11 +64,11 @@ class TokenBlock {
       measure();
       __syncthreads();
       for (int i = thread(); i < scale_count(); i += kThreads) {
-        s.scales[i] = scale_from(__uint_as_float(s.maxima[i]));
+        s.scales[i] = block_scale(op.operand, __uint_as_float(s.maxima[i]));
       }
       __syncthreads();
     }
-    for (int i = thread(); i < tokens_.count << shift_; i += kThreads) store(row_of(i), dim_of(i));
+    for (int i = thread(); i < tokens_.count * chunks(); i += kThreads) store(i / chunks(), i % chunks() * kChunk);
     if (thread() < tokens_.count) describe(thread());
   }
 
@@ -85,9 +76,7 @@ class TokenBlock {
   static __device__ int thread() { return static_cast<int>(threadIdx.x); }
   static __device__ int warp() { return thread() / 32; }
   static __device__ int lane() { return thread() % 32; }
-  // Of chunk i of all rows; a row's chunks are a power of two.
-  [[nodiscard]] __device__ int row_of(int i) const { return i >> shift_; }
-  [[nodiscard]] __device__ int dim_of(int i) const { return (i & ((1 << shift_) - 1)) * kChunk; }
+  [[nodiscard]] __device__ int chunks() const { return op.padded / kChunk; }
   [[nodiscard]] __device__ bool dims_product() const { return op.table == Table::queries || op.table == Table::keys; }
 
   // Extents of what shares a scale.
@@ -102,9 +91,9 @@ class TokenBlock {
   /// Zeros beyond the tokens and the dims.
   __device__ void load() {
     const Source& source = op.source;
-    for (int i = thread(); i < kRows << shift_; i += kThreads) {
-      const int row = row_of(i);
-      const int dim = dim_of(i);
+    for (int i = thread(); i < kRows * chunks(); i += kThreads) {
+      const int row = i / chunks();
+      const int dim = i % chunks() * kChunk;
       float out[kChunk] = {};
       if (row < tokens_.count && dim < op.dims) {
         const std::int64_t base = (std::int64_t{tokens_.row} + row) * source.token_stride + head_ * source.head_stride +
@@ -162,7 +151,7 @@ class TokenBlock {
     for (int half = 1; half < op.dims; half *= 2) {
       __syncwarp();
       for (int i = lane(); i < op.dims / 2; i += 32) {
-        const int d = (i & -half) * 2 + (i & (half - 1));  // Without a division: half is a power of two.
+        const int d = i / half * 2 * half + i % half;
         const float low = values[d];
         const float high = values[d + half];
         values[d] = low + high;
@@ -197,16 +186,16 @@ class TokenBlock {
     }
     for (int i = thread(); i < scale_count(); i += kThreads) s.maxima[i] = 0;
     __syncthreads();
-    for (int i = thread(); i < kRows << shift_; i += kThreads) {
-      const int row = row_of(i);
-      const int dim = dim_of(i);
-      if (dim >= op.dims) continue;
+    const int across_row = op.dims / kChunk;  // A chunk never shares two scales: 16 dims or more do.
+    for (int i = thread(); i < kRows * across_row; i += kThreads) {
+      const int row = i / across_row;
+      const int dim = i % across_row * kChunk;
       float values[kChunk];
       read(row, dim, values);
       std::uint32_t most = 0;
 #pragma unroll
       for (int d = 0; d < kChunk; ++d) most = max(most, magnitude(values[d]));
-      atomicMax(&s.maxima[scale_of(row, dim)], most);  // One scale: 16 dims or more share it.
+      atomicMax(&s.maxima[scale_of(row, dim)], most);
     }
   }
 
@@ -222,60 +211,43 @@ class TokenBlock {
     return (bits & 0x7FFFU) > kMostBf16 ? static_cast<std::uint16_t>((bits & 0x8000U) | kMostBf16) : bits;
   }
 
-  [[nodiscard]] __device__ Scale scale_from(float most) const {
-    const BlockScale scale = block_scale(op.operand, most);
-    if (op.operand.encoding == Encoding::nvfp4) return {0, scale.divisor, scale.divisor};
-    return {scale.exponent, detail::pow2(-scale.exponent), detail::pow2(scale.exponent)};
-  }
-
-  /// What the code of a value stands for, without its scale.
-  [[nodiscard]] __device__ float rounded(const Scale& scale, float value) const {
+  /// What the code of a value stands for, and the power of two that is to multiply it.
+  [[nodiscard]] __device__ float decoded(const BlockScale& scale, float value) const {
     if (op.operand.encoding == Encoding::nvfp4) {
-      value = scale.by == 0.0F ? 0.0F : value / scale.by;
+      value = scale.divisor == 0.0F ? 0.0F : value / scale.divisor;
     } else {
-      value *= scale.by;
+      value *= detail::pow2(-scale.exponent);
     }
     return copysignf(rounded_to(op.to, fabsf(value)), value);
   }
 
   /// Eight dims of a row, which have one scale, or one each.
   __device__ void store(int row, int dim) const {
-    float values[kChunk] = {};
-    if (dim < op.dims) {
-      read(row, dim, values);
+    const int apart = dims_product() ? row_exponent(row) : 0;
+    const bool code_alone = !dims_product() && op.folds != 0;
+    std::uint32_t words[kChunk / 2] = {};
+    BlockScale scale;
+    float factor = detail::pow2(-apart);
+    float values[kChunk];
+    read(row, dim, values);
+#pragma unroll
+    for (int d = 0; d < kChunk; ++d) {
+      if (dim >= op.dims) break;
+      float value = values[d];
       if (op.quantized == 0) {
-        const float factor = detail::pow2(dims_product() ? -row_exponent(row) : 0);
-#pragma unroll
-        for (int d = 0; d < kChunk; ++d) values[d] = decode_bf16(hold(values[d])) * factor;
+        value = decode_bf16(hold(value)) * factor;
       } else {
-        quantize(row, dim, values);
+        if (d == 0 || width() == 1) {
+          scale = s.scales[scale_of(row, dim + d)];
+          factor = op.operand.encoding == Encoding::nvfp4 ? scale.divisor * detail::pow2(-apart)
+                                                          : detail::pow2(code_alone ? 0 : scale.exponent - apart);
+        }
+        value = decoded(scale, value) * factor;
       }
-    }
-    std::uint32_t words[kChunk / 2];
-#pragma unroll
-    for (int w = 0; w < kChunk / 2; ++w) {
-      words[w] = hold(values[2 * w]) | static_cast<std::uint32_t>(hold(values[2 * w + 1])) << 16;
+      words[d / 2] |= static_cast<std::uint32_t>(hold(value)) << (d % 2 * 16);
     }
     std::uint16_t* to = table() + place(row) * op.padded + dim;
     *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
-  }
-
-  __device__ void quantize(int row, int dim, float (&values)[kChunk]) const {
-    const Scale* scales = s.scales + scale_of(row, dim);
-    if (width() == 1) {
-#pragma unroll
-      for (int d = 0; d < kChunk; ++d) values[d] = rounded(scales[d], values[d]) * scales[d].factor;
-      return;
-    }
-    const Scale scale = scales[0];
-    float factor = op.folds != 0 ? 1.0F : scale.factor;  // Of V.
-    if (dims_product()) {
-      const int apart = row_exponent(row);
-      factor = op.operand.encoding == Encoding::nvfp4 ? scale.factor * detail::pow2(-apart)
-                                                      : detail::pow2(scale.exponent - apart);
-    }
-#pragma unroll
-    for (int d = 0; d < kChunk; ++d) values[d] = rounded(scale, values[d]) * factor;
   }
 
   [[nodiscard]] __device__ std::int64_t place(int row) const {
@@ -320,7 +292,6 @@ class TokenBlock {
   float* x;
   Shared& s;
   int stride_;
-  int shift_;  // log2 of a row's chunks.
 };
 
 /// The quarter of a slot's 128 rows.
