@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The machine code of a program's kernels, a line each: registers, stack and local bytes, and how many instructions it
-has that matter. Fails where a kernel keeps something in local memory, or an FP8 forward does not multiply in FP8.
+has that matter. Fails where a kernel keeps something in local memory, an FP8 forward does not multiply in FP8, or one
+that is embedded in BF16 does not in the tensor cores.
 
     check_sass.py build/gpu/tools/mxflash/mxflash
 """
@@ -15,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COUNTED = ("QGMMA", "HGMMA", "LDL", "STL")
+COUNTED = ("QGMMA", "HGMMA", "HMMA", "LDL", "STL")
 FORWARD = "forward_kernel"
+EMBEDDED = "embed_forward_kernel"
 FP8 = re.compile(r"e4m3|e5m2|fp8", re.IGNORECASE)
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 
@@ -77,6 +79,8 @@ def faults(name: str, kernel: Kernel) -> list[str]:
             found.append(f"{what.lower()} {kernel.usage[what]} bytes, 0 allowed")
     if FORWARD in name and FP8.search(name) and not kernel.opcodes["QGMMA"]:
         found.append("no QGMMA: it does not multiply in FP8")
+    if EMBEDDED in name and not kernel.opcodes["HMMA"]:
+        found.append("no HMMA: it does not multiply in the tensor cores")
     return found
 
 
@@ -98,6 +102,8 @@ def main() -> None:
         failed += [f"{name}: {fault}" for fault in faults(name, kernel)]
     if not any(FORWARD in name and FP8.search(name) for name in names):
         failed.append(f"{program}: no kernel named {FORWARD} for FP8")
+    if not any(EMBEDDED in name for name in names):
+        failed.append(f"{program}: no kernel named {EMBEDDED}")
     if failed:
         sys.exit("\n".join(f"check_sass: {fault}" for fault in failed))
     print(f"check_sass: {len(kernels)} kernels, no local memory")

@@ -5,6 +5,7 @@
 #include <bit>
 
 #include "arguments/arguments.hpp"
+#include "cuda/embed_plan.hpp"
 #include "cuda/kernels.hpp"
 
 namespace mxflash::cuda {
@@ -53,19 +54,15 @@ Status check_pointers(const ForwardCall& call) {
 
 }  // namespace
 
-Status supports(const Recipe& recipe) {
+bool multiplies_codes(const Recipe& recipe) {
   const Operand token{Encoding::e4m3, Block::token(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
   const Operand weights{Encoding::e4m3, Block::tensor(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
-  const auto refused = [&recipe](std::string_view what) {
-    return unsupported(fmt::format("cuda has no kernel for recipe {}: {}", recipe.name, what));
-  };
-  if (recipe.s.left != token || recipe.s.right != token) return refused("q and k other than E4M3 with a scale a token");
-  if (recipe.o.tokens != token || recipe.o.cut) return refused("v other than E4M3 with a scale a token");
-  if (recipe.o.weights != weights || recipe.beta != 256) return refused("P other than E4M3 with beta 256");
-  if (recipe.row_sum != RowSum::quantized) return refused("a row sum of unquantized weights");
-  if (recipe.exponential != Exponential::exact) return refused("an approximate exponential");
-  return {};
+  return recipe.s.left == token && recipe.s.right == token && recipe.o.tokens == token && !recipe.o.cut &&
+         recipe.o.weights == weights && recipe.beta == 256 && recipe.row_sum == RowSum::quantized &&
+         recipe.exponential == Exponential::exact;
 }
+
+Status supports(const Recipe& recipe) { return multiplies_codes(recipe) ? Status{} : embeds(recipe); }
 
 Result<Sizes> check_call(const ForwardCall& call, const Recipe& recipe) {
   const Inputs& inputs = call.inputs;

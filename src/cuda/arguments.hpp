@@ -6,6 +6,9 @@
 
 namespace mxflash::cuda {
 
+/// Whether the kernels on E4M3 codes run the recipe; the others are embedded in BF16, where they can be.
+bool multiplies_codes(const Recipe& recipe);
+
 /// The sizes of a call, or what is wrong with it.
 Result<Sizes> check_call(const ForwardCall& call, const Recipe& recipe);
 

@@ -47,7 +47,7 @@ Status available() {
 Result<std::size_t> workspace_bytes(const ForwardCall& call, const Recipe& recipe) {
   const Result<Sizes> sizes = check_call(call, recipe);
   if (!sizes.ok()) return sizes.error();
-  const Result<Layout> layout = plan(*sizes);
+  const Result<Layout> layout = plan(*sizes, recipe);
   if (!layout.ok()) return layout.error();
   return layout->bytes;
 }
@@ -59,9 +59,14 @@ Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& e
   void* stream = execution.stream;
   Status status = launched(launch_schedule(launches->schedule, stream), "making the schedule");
   if (!status.ok() || launches->schedule.sizes.tokens_q == 0) return status;
-  status = launched(launch_quantize(launches->quantize, stream), "quantizing");
+  const std::optional<EmbedLaunches>& embedded = launches->embedded;
+  status = launched(
+      embedded ? launch_embed_quantize(embedded->quantize, stream) : launch_quantize(launches->quantize, stream),
+      "quantizing");
   if (!status.ok()) return status;
-  return launched(launch_forward(launches->forward, stream), "the forward");
+  return launched(
+      embedded ? launch_embed_forward(embedded->forward, stream) : launch_forward(launches->forward, stream),
+      "the forward");
 }
 
 Status check(const Execution& execution) {

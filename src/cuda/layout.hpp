@@ -127,6 +127,13 @@ struct Layout {
   std::size_t query_codes = 0;  ///< E4M3 [heads, rows_q, key_dims]
   std::size_t key_codes = 0;    ///< E4M3 [kv_heads, rows_k, key_dims], and 128 rows of anything
   std::size_t value_codes = 0;  ///< E4M3 [kv_heads, value_rows, columns]
+  /// In the place of the codes and their scales, of a recipe that is embedded in BF16: EmbeddedTables.
+  std::size_t embedded_queries = 0;
+  std::size_t embedded_query_factor = 0;
+  std::size_t embedded_keys = 0;
+  std::size_t embedded_values[2] = {0, 0};   ///< By kind of tile; as many as the recipe has.
+  std::size_t embedded_about[2] = {0, 0};    ///< The same.
+  std::size_t embedded_heights[2] = {0, 0};  ///< The same.
   std::size_t bytes = 0;
 };
 

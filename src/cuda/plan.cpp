@@ -7,6 +7,7 @@
 #include <numbers>
 
 #include "cuda/arguments.hpp"
+#include "cuda/embed_plan.hpp"
 #include "cuda/runtime.hpp"
 
 namespace mxflash::cuda {
@@ -96,14 +97,40 @@ Status check_execution(const Execution& execution, std::size_t bytes) {
   return {};
 }
 
-}  // namespace
-
-Result<Layout> plan(const Sizes& sizes) {
-  const auto slots = static_cast<std::size_t>(sizes.item_slots());
+/// Of the kernels on E4M3 codes.
+void take_codes(const Sizes& sizes, Planner& planner, Layout& layout) {
   const auto rows_q = static_cast<std::size_t>(sizes.rows_q() * sizes.heads);
   const auto rows_k = static_cast<std::size_t>(sizes.rows_k() * sizes.kv_heads);
   const auto columns = static_cast<std::size_t>(sizes.columns() * sizes.kv_heads);
   const auto dims = static_cast<std::size_t>(sizes.key_dims);
+  layout.query_scale = planner.take(rows_q * sizeof(QueryScale));
+  layout.key_scale = planner.take(columns * sizeof(KeyScale));
+  layout.ranges = planner.take(static_cast<std::size_t>(sizes.tile_slots() * sizes.kv_heads) * sizeof(Range));
+  layout.query_codes = planner.take(rows_q * dims);
+  layout.key_codes = planner.take((rows_k + kTileRows) * dims);
+  layout.value_codes = planner.take(columns * static_cast<std::size_t>(sizes.value_rows()));
+}
+
+/// Of the kernels on BF16 numbers.
+void take_tables(const Sizes& sizes, const Recipe& recipe, Planner& planner, Layout& layout) {
+  const auto queries = static_cast<std::size_t>(sizes.tokens_q) * static_cast<std::size_t>(sizes.heads);
+  const auto keys = static_cast<std::size_t>(sizes.tokens_k) * static_cast<std::size_t>(sizes.kv_heads);
+  const auto key_bytes = static_cast<std::size_t>(sizes.key_dims) * sizeof(std::uint16_t);
+  const auto value_bytes = static_cast<std::size_t>(sizes.value_parts * sizes.value_dims) * sizeof(std::uint16_t);
+  layout.embedded_queries = planner.take(queries * key_bytes);
+  layout.embedded_query_factor = planner.take(queries * sizeof(TokenFactor));
+  layout.embedded_keys = planner.take(keys * key_bytes);
+  for (int kind = 0; kind < tile_kinds(recipe); ++kind) {
+    layout.embedded_values[kind] = planner.take(keys * value_bytes);
+    layout.embedded_about[kind] = planner.take(keys * sizeof(EmbeddedKey));
+    layout.embedded_heights[kind] = planner.take(keys * sizeof(float));
+  }
+}
+
+}  // namespace
+
+Result<Layout> plan(const Sizes& sizes, const Recipe& recipe) {
+  const auto slots = static_cast<std::size_t>(sizes.item_slots());
   const std::int64_t sort_bytes = sort_scratch_bytes(sizes.item_slots());
   if (Status status = status_of(static_cast<cudaError_t>(sort_bytes < 0 ? -sort_bytes : 0), "the size of the sort");
       !status.ok()) {
@@ -120,12 +147,11 @@ Result<Layout> plan(const Sizes& sizes) {
   layout.order = planner.take(slots * sizeof(std::int32_t));
   layout.sort_bytes = static_cast<std::size_t>(sort_bytes);
   layout.sort = planner.take(layout.sort_bytes);
-  layout.query_scale = planner.take(rows_q * sizeof(QueryScale));
-  layout.key_scale = planner.take(columns * sizeof(KeyScale));
-  layout.ranges = planner.take(static_cast<std::size_t>(sizes.tile_slots() * sizes.kv_heads) * sizeof(Range));
-  layout.query_codes = planner.take(rows_q * dims);
-  layout.key_codes = planner.take((rows_k + kTileRows) * dims);
-  layout.value_codes = planner.take(columns * static_cast<std::size_t>(sizes.value_rows()));
+  if (multiplies_codes(recipe)) {
+    take_codes(sizes, planner, layout);
+  } else {
+    take_tables(sizes, recipe, planner, layout);
+  }
   layout.bytes = planner.end();
   return layout;
 }
@@ -133,7 +159,7 @@ Result<Layout> plan(const Sizes& sizes) {
 Result<Launches> prepare(const ForwardCall& call, const Recipe& recipe, const Execution& execution) {
   const Result<Sizes> sizes = check_call(call, recipe);
   if (!sizes.ok()) return sizes.error();
-  const Result<Layout> layout = plan(*sizes);
+  const Result<Layout> layout = plan(*sizes, recipe);
   if (!layout.ok()) return layout.error();
   if (Status status = check_execution(execution, layout->bytes); !status.ok()) return status.error();
   const Workspace work = at(execution.workspace, *layout);
@@ -141,10 +167,19 @@ Result<Launches> prepare(const ForwardCall& call, const Recipe& recipe, const Ex
   const Band band = band_of(call.documents.mask);
   const auto dims = static_cast<std::uint32_t>(sizes->head_dim);
   const std::int32_t shift = rotates(recipe, *sizes) ? (std::countr_zero(dims) + 1) / 2 : -1;
-  return Launches{{*sizes, offsets, band, work},
-                  {*sizes, work, source_of(call.inputs.q), source_of(call.inputs.k), source_of(call.inputs.v), shift},
-                  {*sizes, band, work, logit_scale(call.documents, *sizes, shift), call.inputs.q.dtype, call.outputs.o,
-                   call.outputs.lse}};
+  const float scale = logit_scale(call.documents, *sizes, shift);
+  const Source q = source_of(call.inputs.q);
+  const Source k = source_of(call.inputs.k);
+  const Source v = source_of(call.inputs.v);
+  Launches launches{{*sizes, offsets, band, work},
+                    {*sizes, work, q, k, v, shift},
+                    {*sizes, band, work, scale, call.inputs.q.dtype, call.outputs.o, call.outputs.lse}};
+  if (multiplies_codes(recipe)) return launches;
+  const EmbeddedTables tables = embedded_tables(execution.workspace, *layout, recipe);
+  launches.embedded = EmbedLaunches{embed_quantize_arguments(launches.quantize, recipe, tables),
+                                    {*sizes, band, work, tables, recipe.exponential, recipe.row_sum, scale,
+                                     call.inputs.q.dtype, call.outputs.o, call.outputs.lse}};
+  return launches;
 }
 
 }  // namespace mxflash::cuda

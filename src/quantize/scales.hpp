@@ -34,7 +34,7 @@ struct BlockScale {
 };
 
 /// Precondition: the operand is quantized with block scales; maximum is finite and not negative.
-inline BlockScale block_scale(const Operand& operand, float maximum) {
+MXFLASH_HOST_DEVICE inline BlockScale block_scale(const Operand& operand, float maximum) {
   if (operand.encoding == Encoding::nvfp4) {
     const std::uint8_t code = encode_nvfp4_scale(maximum);
     return {code, 0, decode_ue4m3(code)};
@@ -45,12 +45,13 @@ inline BlockScale block_scale(const Operand& operand, float maximum) {
 }
 
 /// What multiplies a decoded element.
-inline float scale_value(const Operand& operand, const BlockScale& scale) {
+MXFLASH_HOST_DEVICE inline float scale_value(const Operand& operand, const BlockScale& scale) {
   return operand.encoding == Encoding::nvfp4 ? scale.divisor : detail::pow2(scale.exponent);
 }
 
 /// The code of one element. NVFP4 divides, correctly rounded: a multiplication by the reciprocal moves ties.
-inline std::uint8_t encode_element(const Operand& operand, const BlockScale& scale, float value, std::uint32_t random) {
+MXFLASH_HOST_DEVICE inline std::uint8_t encode_element(const Operand& operand, const BlockScale& scale, float value,
+                                                       std::uint32_t random) {
   if (operand.encoding == Encoding::nvfp4) {
     value = scale.divisor == 0.0F ? 0.0F : value / scale.divisor;
   } else {

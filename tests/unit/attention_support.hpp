@@ -164,6 +164,30 @@ inline bool all_zero(const Tensor& tensor) {
   return true;
 }
 
+/// How far one code of P that falls on the other side of a tie moves a row: its step, relative, times w (1 - w) <= 1/4
+/// of the row, on both sides of it.
+inline double step_of(const Operand& weights) {
+  const std::optional<Format> format = element_format(weights.encoding);
+  const double bits = format ? spec_of(*format).mantissa_bits : 7;
+  return std::ldexp(1.0, -static_cast<int>(bits)) / 2;
+}
+
+/// Rows (tokens and heads) with an element off by more than the output's rounding and FP32's noise.
+inline std::int64_t rows_moved(const Tensor& got, const Tensor& want, double size) {
+  const std::int64_t dims = want.shape.back();
+  std::int64_t moved = 0;
+  for (std::int64_t row = 0; row < want.elements() / dims; ++row) {
+    bool off = false;
+    for (std::int64_t i = row * dims; i < (row + 1) * dims; ++i) {
+      const auto a = static_cast<double>(got.at(i));
+      const auto b = static_cast<double>(want.at(i));
+      off = off || std::fabs(a - b) > 0x1p-7 * std::fabs(b) + 0x1p-12 * size;
+    }
+    moved += off ? 1 : 0;
+  }
+  return moved;
+}
+
 inline Recipe recipe_named(std::string_view name) { return *find_recipe(name); }
 
 /// Every recipe, and those with a backward at its other level of causality too.

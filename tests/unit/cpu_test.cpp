@@ -196,30 +196,6 @@ TEST(Cpu, EveryE4m3AndE2m1TieAndItsNeighboursRoundAsInTheReference) {
 
 // ---- Outputs ----
 
-/// How far one code of P that falls on the other side of a tie moves a row: its step, relative, times w (1 - w) <= 1/4
-/// of the row, on both sides of it.
-double step_of(const Operand& weights) {
-  const std::optional<Format> format = element_format(weights.encoding);
-  const double bits = format ? spec_of(*format).mantissa_bits : 7;
-  return std::ldexp(1.0, -static_cast<int>(bits)) / 2;
-}
-
-/// Rows (tokens and heads) with an element off by more than the output's rounding and FP32's noise.
-std::int64_t rows_moved(const Tensor& got, const Tensor& want, double size) {
-  const std::int64_t dims = want.shape.back();
-  std::int64_t moved = 0;
-  for (std::int64_t row = 0; row < want.elements() / dims; ++row) {
-    bool off = false;
-    for (std::int64_t i = row * dims; i < (row + 1) * dims; ++i) {
-      const auto a = static_cast<double>(got.at(i));
-      const auto b = static_cast<double>(want.at(i));
-      off = off || std::fabs(a - b) > 0x1p-7 * std::fabs(b) + 0x1p-12 * size;
-    }
-    moved += off ? 1 : 0;
-  }
-  return moved;
-}
-
 /// FP32 moves a weight by up to e = 2^-19 of itself (32 to 256 products of the logit, then the exponential), which
 /// crosses a tie of m mantissa bits with a probability of about e 2^(m + 1): 2^-15 for E4M3, so one row in 200 of 200
 /// keys. Such a row moves by a step of its weight, at most step_of(...) of the largest |V|, typically a weight's share
@@ -232,7 +208,7 @@ void expect_like_reference(const Case& c, const Recipe& recipe, const std::strin
   const std::vector<test::Output> want = test::outputs(c, recipe, reference);
   // Where the floor rule saturates, a block's largest weight just below a power of two and just above it differ by 1/8.
   const bool floors = recipe.o.weights.rule == ScaleRule::floor;
-  const double step = floors ? 0.25 : std::max(step_of(recipe.o.weights), 0x1p-7);
+  const double step = floors ? 0.25 : std::max(test::step_of(recipe.o.weights), 0x1p-7);
   for (const cpu::InstructionSet& set : sets_here()) {
     Options options = reference;
     options.engine = fmt::format("cpu:{}", set.name);
@@ -248,7 +224,7 @@ void expect_like_reference(const Case& c, const Recipe& recipe, const std::strin
       if (want[i].name == "o" && !floors) {
         // Three times the expected number, and three where hardly any is expected.
         const std::int64_t rows = want[i].tensor.elements() / std::max<std::int64_t>(want[i].tensor.shape.back(), 1);
-        EXPECT_LE(rows_moved(got[i].tensor, want[i].tensor, size), 3 + rows * 3 / 200)
+        EXPECT_LE(test::rows_moved(got[i].tensor, want[i].tensor, size), 3 + rows * 3 / 200)
             << recipe.name << " on " << options.engine << ", " << where;
       }
       EXPECT_LE(test::relative_l2(got[i].tensor, want[i].tensor), floors ? 5e-2 : 4e-3)

@@ -1,7 +1,9 @@
 // What the device hands from kernel to kernel, bit for bit: codes and scales are the reference quantizer's, the order
 // of the work is the host schedule's.
+#include <bit>
 #include <cmath>
 
+#include "cuda/embed_plan.hpp"
 #include "cuda/plan.hpp"
 #include "mxflash/quantize.hpp"
 #include "mxflash/safetensors.hpp"
@@ -120,9 +122,103 @@ void expect_columns(const cuda::Launches& launches, const Case& c, const Recipe&
   }
 }
 
+// ---- Recipes that are embedded in BF16 ----
+
+/// A table of BF16 rows, and what the reference says they are.
+struct Table {
+  std::vector<std::uint16_t> numbers;
+  std::int64_t tokens = 0;
+  std::int64_t length = 0;  ///< Of a row.
+
+  Table(const std::uint16_t* device, std::int64_t heads, std::int64_t rows, std::int64_t padded)
+      : numbers(downloaded(device, heads * rows * padded)), tokens(rows), length(padded) {}
+  [[nodiscard]] double at(std::int64_t token, std::int64_t head, std::int64_t dim) const {
+    return decode_bf16(numbers[static_cast<std::size_t>((head * tokens + token) * length + dim)]);
+  }
+};
+
+/// Bit for bit, but for what is beyond the largest BF16 number, which is held there.
+bool same_value(double got, double want) {
+  const double most = decode_bf16(0x7F7F);
+  return got == std::clamp(want, -most, most);
+}
+
+/// Rows times their factor are the reference's codes times its scales.
+void expect_factored(const Table& table, const std::vector<float>& factors, const Quantized& want,
+                     const std::string& where) {
+  for (std::int64_t token = 0; token < want.shape[0]; ++token) {
+    for (std::int64_t head = 0; head < want.shape[1]; ++head) {
+      const auto row = static_cast<std::size_t>(token * want.shape[1] + head);
+      const double factor = factors[static_cast<std::size_t>(head * table.tokens + token)];
+      ASSERT_EQ(std::isnan(factor), want.poisoned[row] != 0) << where << " [" << token << ", " << head << "]";
+      for (std::int64_t dim = 0; dim < table.length; ++dim) {
+        const double value = table.at(token, head, dim);
+        const bool zero = dim >= want.shape[2] || want.poisoned[row] != 0;
+        ASSERT_TRUE(zero ? value == 0 : same_value(value * factor, want.dequantized(token, head, dim)))
+            << where << " [" << token << ", " << head << ", " << dim << "]: " << value << " times " << factor;
+      }
+    }
+  }
+}
+
+/// Rows of V as they are multiplied, and their exponents.
+void expect_values(const cuda::Launches& launches, int kind, const Quantized& want, bool folds,
+                   const std::string& where) {
+  const cuda::Sizes& sizes = launches.schedule.sizes;
+  const cuda::TileKind& of = launches.embedded->forward.tables.kind[kind];
+  const Table table(of.values, sizes.kv_heads, sizes.tokens_k, std::int64_t{sizes.value_parts} * sizes.value_dims);
+  const std::vector<cuda::EmbeddedKey> keys = downloaded(of.keys, std::int64_t{sizes.kv_heads} * sizes.tokens_k);
+  const std::vector<float> heights = downloaded(of.heights, std::int64_t{sizes.kv_heads} * sizes.tokens_k);
+  for (std::int64_t token = 0; token < sizes.tokens_k; ++token) {
+    for (std::int64_t head = 0; head < sizes.kv_heads; ++head) {
+      const std::string at = fmt::format("{} [{}, {}]", where, token, head);
+      const auto row = static_cast<std::size_t>(token * sizes.kv_heads + head);
+      const cuda::EmbeddedKey& key = keys[static_cast<std::size_t>(head * sizes.tokens_k + token)];
+      const auto high = static_cast<double>(heights[static_cast<std::size_t>(head * sizes.tokens_k + token)]);
+      ASSERT_EQ(std::isinf(high), want.poisoned[row] != 0) << at;
+      ASSERT_EQ(key.fold, folds ? static_cast<float>(want.exponents[row]) : 0.0F) << at;
+      for (std::int64_t dim = 0; dim < table.length; ++dim) {
+        const double value = table.at(token, head, dim);
+        const bool there = dim < sizes.value_dim;
+        const auto place = row * static_cast<std::size_t>(sizes.value_dim) + static_cast<std::size_t>(dim);
+        ASSERT_TRUE(there ? same_value(value, want.values[place]) : value == 0)
+            << at << " dim " << dim << ": " << value << " instead of " << (there ? want.values[place] : 0.0F);
+        ASSERT_LE(std::fabs(value), std::exp2(std::min(high, 1e3))) << at;
+      }
+    }
+  }
+}
+
+void expect_embedded(const cuda::Launches& launches, const Case& c, const Recipe& recipe, const std::string& where) {
+  const cuda::Sizes& sizes = launches.schedule.sizes;
+  const cuda::EmbeddedTables& tables = launches.embedded->forward.tables;
+  const bool rotated = rotates(recipe, sizes.head_dim);
+  const Table queries(tables.queries, sizes.heads, sizes.tokens_q, sizes.key_dims);
+  expect_factored(queries, downloaded(tables.query_factor, std::int64_t{sizes.heads} * sizes.tokens_q),
+                  reference(c.q, c, {recipe.s.left, Side::query, rotated, 0, 0}), "q " + where);
+  const Table keys(tables.keys, sizes.kv_heads, sizes.tokens_k, sizes.key_dims);
+  const Quantized k = reference(c.k, c, {recipe.s.right, Side::key, rotated, 0, 0});
+  ASSERT_EQ(tables.kinds, recipe.o.cut ? 2 : 1);
+  for (int kind = 0; kind < tables.kinds; ++kind) {
+    std::vector<float> factors;
+    for (const cuda::EmbeddedKey& key :
+         downloaded(tables.kind[kind].keys, std::int64_t{sizes.kv_heads} * sizes.tokens_k)) {
+      factors.push_back(key.factor);
+    }
+    expect_factored(keys, factors, k, "k " + where);
+    const Operand& tokens = kind == cuda::kCutTiles ? recipe.o.cut->tokens : recipe.o.tokens;
+    const Quantized v = reference(c.v, c, {tokens, Side::key, false, 0, 0});
+    expect_values(launches, kind, v, tokens.folds(), fmt::format("v {} of {}, kind {}", where, recipe.name, kind));
+  }
+}
+
 void expect_codes(const Case& c, const Recipe& recipe, const std::string& where) {
   DeviceCase device(c, test::offsets_of(c.problem.packing));
   const cuda::Launches launches = run(device, recipe);
+  if (launches.embedded) {
+    expect_embedded(launches, c, recipe, where);
+    return;
+  }
   expect_rows(launches, c, recipe, where);
   expect_columns(launches, c, recipe, where);
 }
@@ -150,6 +246,7 @@ TEST_F(CudaCodes, CodesAndScalesAreTheReferences) {
                                                   {DType::f32, 16, 8},
                                                   {DType::bf16, 192, 128},
                                                   {DType::f16, 256, 256}}) {
+      if (!test::runs_at(recipe, dims)) continue;
       Case c = test::random_case(test::pack({{40, 40}, {0, 3}, {129, 200}, {1, 1}, {33, 31}, {300, 257}, {0, 0}}),
                                  {4, 2, dims, value_dims}, dtype, 3);
       const std::string where = fmt::format("{} dims {}/{}", name_of(dtype), dims, value_dims);
@@ -172,6 +269,69 @@ TEST_F(CudaCodes, OfARealLayer) {
   ASSERT_TRUE(packing.ok());
   c.problem.packing = *packing;
   for (const Recipe& recipe : test::device_recipes()) expect_codes(c, recipe, "of the capture");
+}
+
+// ---- What the host makes of a recipe; these run without a device ----
+
+/// Every format, the codes' ties and the numbers beside them, and far beyond either end.
+TEST(CudaEmbedded, WeightsRoundAsTheCodecsDo) {
+  for (const Encoding encoding : {Encoding::e4m3, Encoding::e5m2, Encoding::e2m3, Encoding::e3m2, Encoding::e2m1}) {
+    const Format format = *element_format(encoding);
+    const cuda::WeightRule rule = cuda::weight_rule({.encoding = encoding, .block = Block::dims32()}, 1);
+    const auto check = [&](float x) {
+      ASSERT_EQ(cuda::rounded_to(rule.to, x), decode(format, encode(format, x))) << to_string(encoding) << " " << x;
+    };
+    for (int code = 0; code + 1 < code_count(format) / 2; ++code) {
+      const float low = decode(format, static_cast<std::uint8_t>(code));
+      const float high = decode(format, static_cast<std::uint8_t>(code + 1));
+      if (!std::isfinite(high)) break;
+      const float tie = (low + high) / 2;
+      for (const float x : {low, tie, std::nextafter(tie, 0.0F), std::nextafter(tie, INFINITY)}) check(x);
+    }
+    for (const float x : {spec_of(format).max, 1.1F * spec_of(format).max, 1e30F, 1e-30F, 1e-45F, 0.0F}) check(x);
+    EXPECT_TRUE(std::isnan(cuda::rounded_to(rule.to, NAN)));
+  }
+  const cuda::WeightRule bf16 = cuda::weight_rule({.encoding = Encoding::bf16}, 1);
+  // From the least normal number to 1.
+  for (std::uint32_t bits = 0x00800000U; bits <= 0x3F800000U; bits += 997) {
+    const auto x = std::bit_cast<float>(bits);
+    ASSERT_EQ(cuda::rounded_to(bf16.to, x), decode_bf16(encode_bf16(x))) << x;
+  }
+  EXPECT_EQ(cuda::rounded_to(bf16.to, 1 + 0x1p-8F), 1.0F);
+  EXPECT_EQ(cuda::rounded_to(bf16.to, 1 + 0x1p-8F + 0x1p-22F), 1 + 0x1p-7F);
+}
+
+/// The exponent of a group whose largest weight is x, from the limit and the offset.
+TEST(CudaEmbedded, GroupsScaleByTheRecipesRule) {
+  for (const Encoding encoding : {Encoding::e4m3, Encoding::e5m2, Encoding::e2m3, Encoding::e3m2, Encoding::e2m1}) {
+    for (const ScaleRule rule : {ScaleRule::floor, ScaleRule::ceil, ScaleRule::uos}) {
+      const cuda::WeightRule of = cuda::weight_rule({.encoding = encoding, .block = Block::dims32(), .rule = rule}, 1);
+      for (std::uint32_t bits = 0x3F800000U; bits <= 0x40000000U; ++bits) {
+        const auto x = std::bit_cast<float>(bits);
+        ASSERT_EQ(of.group_offset + (x > of.group_limit ? 1.0F : 0.0F),
+                  static_cast<float>(scale_exponent(*element_format(encoding), rule, x)))
+            << to_string(encoding) << " " << to_string(rule) << " " << x;
+      }
+    }
+  }
+}
+
+TEST(CudaEmbedded, NamesTheOperandThatBf16DoesNotHold) {
+  const Recipe base = test::recipe_named("mxattention");
+  ASSERT_TRUE(cuda::supports(base).ok());
+  const auto refused = [&](const auto& change, const std::vector<std::string>& words) {
+    Recipe recipe = base;
+    change(recipe);
+    EXPECT_TRUE(test::refused_with(cuda::supports(recipe), words));
+  };
+  const Operand f32;
+  refused([&](Recipe& recipe) { recipe.s.left = f32; }, {"mxattention", "s.left is f32", "bf16"});
+  refused([&](Recipe& recipe) { recipe.s.right.block = Block::tensor(); }, {"s.right is e2m1 tensor"});
+  refused([&](Recipe& recipe) { recipe.o.tokens = f32; }, {"o.tokens is f32"});
+  refused([&](Recipe& recipe) { recipe.o.weights = f32; }, {"o.weights is f32"});
+  refused([&](Recipe& recipe) { recipe.o.cut->tokens = f32; }, {"o.cut.tokens is f32"});
+  refused([&](Recipe& recipe) { recipe.o.cut->weights = f32; }, {"o.cut.weights is f32"});
+  EXPECT_TRUE(test::refused_with(cuda::supports(test::recipe_named("fp8-tensor")), {"s.left is e4m3 tensor"}));
 }
 
 TEST_F(CudaCodes, TheOrderOfTheWorkIsTheHosts) {

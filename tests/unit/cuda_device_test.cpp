@@ -192,7 +192,7 @@ TEST_F(CudaDevice, RefusesWhatTheHostSees) {
   device.call.documents.scale = std::numeric_limits<float>::quiet_NaN();
   refused_call({"scale", "nan"});
 
-  const Result<Recipe> other = find_recipe("naive-fp4");
+  const Result<Recipe> other = find_recipe("fp8-tensor");
   ASSERT_TRUE(other.ok());
   ASSERT_FALSE(cuda::supports(*other).ok()) << "take another recipe here";
   EXPECT_TRUE(test::refused_with(cuda::workspace_bytes(device.call, *other), {"recipe"}));
