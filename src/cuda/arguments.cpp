@@ -54,13 +54,19 @@ Status check_pointers(const ForwardCall& call) {
 }  // namespace
 
 Status supports(const Recipe& recipe) {
-  const Operand token{Encoding::e4m3, Block::token(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
+  // One exponent a token or for 32 of them: the quantizer's data, the same to the forward.
+  const auto per_token = [](Operand operand) {
+    if (operand.block == Block::tokens32()) operand.block = Block::token();
+    return operand == Operand{Encoding::e4m3, Block::token(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
+  };
   const Operand weights{Encoding::e4m3, Block::tensor(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
   const auto refused = [&recipe](std::string_view what) {
     return unsupported(fmt::format("cuda has no kernel for recipe {}: {}", recipe.name, what));
   };
-  if (recipe.s.left != token || recipe.s.right != token) return refused("q and k other than E4M3 with a scale a token");
-  if (recipe.o.tokens != token || recipe.o.cut) return refused("v other than E4M3 with a scale a token");
+  if (!per_token(recipe.s.left) || !per_token(recipe.s.right)) {
+    return refused("q and k other than E4M3 with a scale for a token or 32");
+  }
+  if (!per_token(recipe.o.tokens) || recipe.o.cut) return refused("v other than E4M3 with a scale for a token or 32");
   if (recipe.o.weights != weights || recipe.beta != 256) return refused("P other than E4M3 with beta 256");
   if (recipe.row_sum != RowSum::quantized) return refused("a row sum of unquantized weights");
   if (recipe.exponential != Exponential::exact) return refused("an approximate exponential");

@@ -43,6 +43,11 @@ inline bool runs_at(const Recipe& recipe, std::int64_t head_dim) {
   return recipe.hadamard != Hadamard::required || std::has_single_bit(static_cast<std::uint64_t>(head_dim));
 }
 
+/// Rows before `row` that later tokens from `row` on may not reach by what the recipe claims.
+inline std::int64_t kept_rows(const Recipe& recipe, std::int64_t row) {
+  return recipe.claims.forward == Causality::exact ? row : row / 32 * 32;
+}
+
 inline Options on_engine(std::string_view name) {
   Options options;
   options.engine = name;
