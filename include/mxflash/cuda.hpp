@@ -38,7 +38,8 @@ struct ForwardCall {
   ForwardOutputs outputs;
 };
 
-/// Where a call runs: on the current device. `workspace` is device memory, 256-byte aligned.
+/// Where a call runs: on the current device, whose memory all pointers have to point to (others are refused).
+/// `workspace` is 256-byte aligned.
 struct Execution {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "cuda/arguments.hpp"
@@ -18,6 +19,41 @@ std::string_view rule_of(std::uint32_t status) {
   if ((status & kKStart) != 0) return "cu_seqlens_k: starts elsewhere than at 0, 0 allowed";
   if ((status & kKOrder) != 0) return "cu_seqlens_k: decreases, offsets that never decrease allowed";
   return "cu_seqlens_k: ends elsewhere than at the rows of k, that number allowed";
+}
+
+/// Another device's memory would end the process's context, and host memory is not what the interface asks for.
+Status check_memory(std::string_view name, const void* pointer, int current) {
+  cudaPointerAttributes attributes{};
+  if (Status status = status_of(cudaPointerGetAttributes(&attributes, pointer), name); !status.ok()) return status;
+  if (attributes.type != cudaMemoryTypeDevice && attributes.type != cudaMemoryTypeManaged) {
+    return invalid(fmt::format("{}: host memory given, memory of device {} (the current one) allowed", name, current));
+  }
+  if (attributes.type == cudaMemoryTypeDevice && attributes.device != current) {
+    return invalid(fmt::format("{}: memory of device {} given, of device {} (the current one) allowed", name,
+                               attributes.device, current));
+  }
+  return {};
+}
+
+/// Whether everything that the kernels will touch lies on the current device.
+Status check_memory(const ForwardCall& call, const Execution& execution) {
+  int current = 0;
+  if (Status status = status_of(cudaGetDevice(&current), "the current device"); !status.ok()) return status;
+  const bool queries = call.inputs.q.tokens() > 0;
+  const bool keys = call.inputs.k.tokens() > 0;
+  const std::tuple<std::string_view, const void*, bool> used[] = {{"cu_seqlens_q", call.documents.cu_seqlens_q, true},
+                                                                  {"cu_seqlens_k", call.documents.cu_seqlens_k, true},
+                                                                  {"q", call.inputs.q.data, queries},
+                                                                  {"k", call.inputs.k.data, keys},
+                                                                  {"v", call.inputs.v.data, keys},
+                                                                  {"o", call.outputs.o, queries},
+                                                                  {"lse", call.outputs.lse, queries},
+                                                                  {"workspace", execution.workspace, true}};
+  for (const auto& [name, pointer, is_used] : used) {
+    if (!is_used) continue;
+    if (Status status = check_memory(name, pointer, current); !status.ok()) return status;
+  }
+  return {};
 }
 
 Status launched(int code, std::string_view what) { return status_of(static_cast<cudaError_t>(code), what); }
@@ -56,6 +92,7 @@ Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& e
   const Result<Launches> launches = prepare(call, recipe, execution);
   if (!launches.ok()) return launches.error();
   if (Status status = available(); !status.ok()) return status;
+  if (Status status = check_memory(call, execution); !status.ok()) return status;
   void* stream = execution.stream;
   Status status = launched(launch_schedule(launches->schedule, stream), "making the schedule");
   if (!status.ok() || launches->schedule.sizes.tokens_q == 0) return status;
