@@ -58,7 +58,7 @@ Plan make_plan(const Problem& problem, const Recipe& recipe, const Inputs& input
   plan.value_dim = inputs.v.dims();
   plan.seed = options.seed;
   plan.statistics = options.statistics;
-  const reference::Rotation rotation = reference::rotation_of(recipe, plan.head_dim);
+  const Rotation rotation = rotation_of(recipe, plan.head_dim);
   plan.rotation_shift = rotation.on ? rotation.shift : -1;
 
   plan.q_s = token_operand(inputs.q, recipe.s.left, rotation.on, Stream::none);
@@ -102,7 +102,7 @@ Plan make_plan(const Problem& problem, const Recipe& recipe, const Inputs& input
   plan.has_o_cut = recipe.o.cut.has_value();
   plan.has_dq_cut = recipe.dq.cut.has_value();
 
-  const double softmax = reference::softmax_scale(problem, rotation, plan.head_dim);
+  const double softmax = softmax_scale(problem.scale, rotation, plan.head_dim);
   plan.softmax = softmax;
   plan.softmax_factor = static_cast<float>(softmax);
   // Scales over all of a tensor may lie beyond FP32 together.

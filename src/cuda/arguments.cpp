@@ -55,9 +55,13 @@ Status check_pointers(const ForwardCall& call) {
 }  // namespace
 
 bool multiplies_codes(const Recipe& recipe) {
-  const Operand token{Encoding::e4m3, Block::token(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
+  // One exponent a token or for 32 of them: the quantizer's data, the same to the forward.
+  const auto per_token = [](Operand operand) {
+    if (operand.block == Block::tokens32()) operand.block = Block::token();
+    return operand == Operand{Encoding::e4m3, Block::token(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
+  };
   const Operand weights{Encoding::e4m3, Block::tensor(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
-  return recipe.s.left == token && recipe.s.right == token && recipe.o.tokens == token && !recipe.o.cut &&
+  return per_token(recipe.s.left) && per_token(recipe.s.right) && per_token(recipe.o.tokens) && !recipe.o.cut &&
          recipe.o.weights == weights && recipe.beta == 256 && recipe.row_sum == RowSum::quantized &&
          recipe.exponential == Exponential::exact;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/forward.cuh"
+#include "cuda/range.cuh"
 
 namespace mxflash::cuda {
 
@@ -53,22 +54,14 @@ class Taker {
 
   /// The exponents over all tiles, and the reference of the row sum.
   __device__ void summarize(Work& work) {
-    Range all{INFINITY, -INFINITY, 0, 0};
+    Range all = empty_range();
     const Range* ranges = ranges_of(p, work);
     for (std::int32_t tile = work.tiles.first + lane; tile < work.tiles.end; tile += 32) {
-      const Range range = ranges[tile];
-      all.least = fminf(all.least, range.least);
-      all.most = fmaxf(all.most, range.most);
-      all.key_norm = fmaxf(all.key_norm, range.key_norm);
+      all = join(all, ranges[tile]);
     }
-    for (int half = 1; half < 32; half *= 2) {
-      all.least = fminf(all.least, __shfl_xor_sync(0xFFFFFFFFU, all.least, half));
-      all.most = fmaxf(all.most, __shfl_xor_sync(0xFFFFFFFFU, all.most, half));
-      all.key_norm = fmaxf(all.key_norm, __shfl_xor_sync(0xFFFFFFFFU, all.key_norm, half));
-    }
-    work.range = all;
+    work.range = join_lanes(all);
     const KeyScale first = p.workspace.key_scale[kv_head_of(p, work) * p.sizes.columns() + work.item.first_column];
-    work.reference = first.value_exponent <= static_cast<float>(-kE8m0Bias) ? kUsualExponent : first.value_exponent;
+    work.reference = sum_reference(first.value_exponent);
   }
 
   const ForwardParameters& p;

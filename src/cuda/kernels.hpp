@@ -51,7 +51,8 @@ int launch_schedule(const ScheduleArguments& arguments, void* stream);
 /// Scratch that the sort of so many slots needs; negative: CUDA's code.
 std::int64_t sort_scratch_bytes(std::int64_t slots);
 
-/// Strides in elements; `vectors`: rows may be read 16 bytes at a time.
+/// Strides in elements; `vectors`: rows may be read 16 bytes at a time; `scale_tokens`: so many tokens, 1 or 32,
+/// counted from a document's first, share an exponent.
 struct Source {
   const void* data = nullptr;
   DType dtype = DType::bf16;
@@ -59,6 +60,7 @@ struct Source {
   std::int64_t head_stride = 0;
   std::int64_t dim_stride = 1;
   bool vectors = false;
+  std::int32_t scale_tokens = 1;
 };
 
 struct QuantizeArguments {

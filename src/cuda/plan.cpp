@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <bit>
-#include <cmath>
 #include <numbers>
 
+#include "arguments/rotation.hpp"
 #include "cuda/arguments.hpp"
 #include "cuda/embed_plan.hpp"
 #include "cuda/runtime.hpp"
@@ -53,7 +53,7 @@ Workspace at(void* base, const Layout& layout) {
 }
 
 /// Rows of eight dims at a time need 16-byte loads; others are read by the element.
-Source source_of(const TensorView& view) {
+Source source_of(const TensorView& view, const Operand& operand) {
   Source source;
   source.data = view.data;
   source.dtype = view.dtype;
@@ -65,18 +65,8 @@ Source source_of(const TensorView& view) {
   source.vectors = view.stride[2] == 1 &&
                    aligned(static_cast<std::int64_t>(std::bit_cast<std::uintptr_t>(view.data))) &&
                    aligned(view.stride[0] * bytes) && aligned(view.stride[1] * bytes);
+  source.scale_tokens = operand.block.rows;
   return source;
-}
-
-bool rotates(const Recipe& recipe, const Sizes& sizes) {
-  return recipe.hadamard == Hadamard::required || (recipe.hadamard == Hadamard::at_128 && sizes.head_dim == 128);
-}
-
-float logit_scale(const DeviceDocuments& documents, const Sizes& sizes, std::int32_t rotation_shift) {
-  const auto dims = static_cast<double>(sizes.head_dim);
-  double scale = documents.scale ? static_cast<double>(*documents.scale) : 1.0 / std::sqrt(dims);
-  if (rotation_shift >= 0) scale *= std::ldexp(1.0, 2 * rotation_shift) / dims;
-  return static_cast<float>(scale * std::numbers::log2e);
 }
 
 Band band_of(const Mask& mask) {
@@ -165,14 +155,13 @@ Result<Launches> prepare(const ForwardCall& call, const Recipe& recipe, const Ex
   const Workspace work = at(execution.workspace, *layout);
   const Offsets offsets{call.documents.cu_seqlens_q, call.documents.cu_seqlens_k};
   const Band band = band_of(call.documents.mask);
-  const auto dims = static_cast<std::uint32_t>(sizes->head_dim);
-  const std::int32_t shift = rotates(recipe, *sizes) ? (std::countr_zero(dims) + 1) / 2 : -1;
-  const float scale = logit_scale(call.documents, *sizes, shift);
-  const Source q = source_of(call.inputs.q);
-  const Source k = source_of(call.inputs.k);
-  const Source v = source_of(call.inputs.v);
+  const Rotation rotation = rotation_of(recipe, sizes->head_dim);
+  const std::int32_t shift = rotation.on ? rotation.shift : -1;
+  const auto scale =
+      static_cast<float>(softmax_scale(call.documents.scale, rotation, sizes->head_dim) * std::numbers::log2e);
   Launches launches{{*sizes, offsets, band, work},
-                    {*sizes, work, q, k, v, shift},
+                    {*sizes, work, source_of(call.inputs.q, recipe.s.left), source_of(call.inputs.k, recipe.s.right),
+                     source_of(call.inputs.v, recipe.o.tokens), shift},
                     {*sizes, band, work, scale, call.inputs.q.dtype, call.outputs.o, call.outputs.lse}};
   if (multiplies_codes(recipe)) return launches;
   const EmbeddedTables tables = embedded_tables(execution.workspace, *layout, recipe);

@@ -266,7 +266,7 @@ Result<BackwardResult> backward(const Problem& problem, const Recipe& recipe, co
   result.dv = Tensor::zeros(inputs.v.dtype, {inputs.v.tokens(), kv_heads, inputs.v.dims()});
   Scales scales;
   scales.rotation = rotation_of(recipe, inputs.q.dims());
-  scales.softmax = softmax_scale(problem, scales.rotation, inputs.q.dims());
+  scales.softmax = softmax_scale(problem.scale, scales.rotation, inputs.q.dims());
   OctaveCounter total;
   std::mutex mutex;
 

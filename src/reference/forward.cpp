@@ -49,12 +49,6 @@ double milliseconds_since(std::chrono::steady_clock::time_point start) {
 
 }  // namespace
 
-double softmax_scale(const Problem& problem, const Rotation& rotation, std::int64_t head_dim) {
-  const double scale =
-      problem.scale ? static_cast<double>(*problem.scale) : 1.0 / std::sqrt(static_cast<double>(head_dim));
-  return scale * rotation.factor;
-}
-
 Probabilities strip_probabilities(const Strip& strip, const Recipe& recipe, const ForwardRows& rows, double logit_scale,
                                   OctaveCounter& counter) {
   std::vector<double> logits = dot_products(strip, rows.q, rows.k_transposed, rows.keys);
@@ -80,7 +74,7 @@ Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, cons
   result.lse = Tensor::zeros(DType::f32, {inputs.q.tokens(), heads});
   std::vector<double> effective(static_cast<std::size_t>(inputs.q.tokens() * heads), 1.0);
   const double logit_scale =
-      softmax_scale(problem, rotation_of(recipe, inputs.q.dims()), inputs.q.dims()) * std::numbers::log2e;
+      softmax_scale(problem.scale, rotation_of(recipe, inputs.q.dims()), inputs.q.dims()) * std::numbers::log2e;
   OctaveCounter total;
   std::mutex mutex;
 

@@ -10,7 +10,4 @@ namespace mxflash::reference {
 Probabilities strip_probabilities(const Strip& strip, const Recipe& recipe, const ForwardRows& rows, double logit_scale,
                                   OctaveCounter& counter);
 
-/// Multiplies the dot products of (rotated) q and k.
-double softmax_scale(const Problem& problem, const Rotation& rotation, std::int64_t head_dim);
-
 }  // namespace mxflash::reference

@@ -1,6 +1,5 @@
 #include "reference/operands.hpp"
 
-#include <bit>
 #include <cmath>
 #include <optional>
 
@@ -50,13 +49,6 @@ QuantizeOptions request(const Operand& operand, Side side, bool hadamard, Stream
 }
 
 }  // namespace
-
-Rotation rotation_of(const Recipe& recipe, std::int64_t head_dim) {
-  if (recipe.hadamard == Hadamard::off || (recipe.hadamard == Hadamard::at_128 && head_dim != 128)) return {};
-  const int log2_dims = std::countr_zero(static_cast<std::uint64_t>(head_dim));
-  const int shift = (log2_dims + 1) / 2;
-  return {true, shift, std::ldexp(1.0, 2 * shift - log2_dims)};
-}
 
 void unrotate(const Rotation& rotation, std::int64_t dims, double* row) {
   if (!rotation.on) return;

@@ -4,19 +4,13 @@
 #include <memory>
 #include <vector>
 
+#include "arguments/rotation.hpp"
 #include "mxflash/attention.hpp"
 #include "mxflash/quantize.hpp"
 #include "reference/strip.hpp"
 
 namespace mxflash::reference {
 
-/// The rotation of q and k, and what it leaves to be undone.
-struct Rotation {
-  bool on = false;
-  int shift = 0;        ///< Rotated rows are H x 2^-shift.
-  double factor = 1.0;  ///< q . k = factor (rotated q . rotated k).
-};
-Rotation rotation_of(const Recipe& recipe, std::int64_t head_dim);
 /// Takes a gradient with respect to a rotated row back to the row: 2^-shift H x, in place.
 void unrotate(const Rotation& rotation, std::int64_t dims, double* row);
 

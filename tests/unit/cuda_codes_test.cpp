@@ -257,6 +257,43 @@ TEST_F(CudaCodes, CodesAndScalesAreTheReferences) {
   }
 }
 
+/// Blocks of 32 tokens count from a document's first, here at odd rows, with last ones that are partial; a poisoned
+/// token has no part in its block's exponent, nor has a document of one token, or of NaN alone, in another's.
+TEST_F(CudaCodes, ScalesOf32TokensStayInTheirBlock) {
+  const Packing packing = test::pack({{1, 1}, {65, 33}, {31, 95}, {160, 161}, {3, 0}, {40, 40}});
+  Recipe mixed = test::recipe_named("mxfp8-tokenblock");
+  mixed.name = "mixed";
+  mixed.hadamard = Hadamard::at_128;
+  mixed.s.left.block = Block::token();
+  Recipe other = test::recipe_named("mxfp8");
+  other.name = "other";
+  other.claims.forward = other.claims.backward = Causality::block;
+  other.s.left.block = Block::tokens32();
+  other.o.tokens.block = Block::tokens32();
+  for (const Recipe& recipe : {test::recipe_named("mxfp8-tokenblock"), mixed, other}) {
+    ASSERT_TRUE(cuda::supports(recipe).ok());
+    for (const DType dtype : {DType::bf16, DType::f32}) {
+      for (const std::int64_t dims : {64, 128, 192, 256}) {
+        Case c = test::random_case(packing, {2, 1, dims, dims}, dtype, 11);
+        // Every token has a size of its own, so that every block's exponent is one token's.
+        for (Tensor* tensor : {&c.q, &c.k, &c.v}) {
+          const std::int64_t row = tensor->shape[1] * tensor->shape[2];
+          for (std::int64_t i = 0; i < tensor->elements(); ++i) {
+            tensor->set(i, std::ldexp(tensor->at(i), static_cast<int>(i / row * 7 % 19) - 9));
+          }
+        }
+        const std::string where = fmt::format("{} {} dims {}", recipe.name, name_of(dtype), dims);
+        expect_codes(c, recipe, where);
+        for (Tensor* tensor : {&c.q, &c.k, &c.v}) {
+          for (const std::int64_t token : {0, 1, 40, 66, 97}) tensor->set(token * tensor->shape[1] * dims + 5, NAN);
+          for (std::int64_t token = 129; token < 161; ++token) test::set_row(*tensor, token, 0, INFINITY);
+        }
+        expect_codes(c, recipe, where + ", poisoned");
+      }
+    }
+  }
+}
+
 TEST_F(CudaCodes, OfARealLayer) {
   const auto file = read_safetensors(std::string(MXFLASH_EXAMPLES) + "/gpt_small_l3.safetensors");
   ASSERT_TRUE(file.ok()) << file.error().message;

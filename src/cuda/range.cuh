@@ -1,0 +1,32 @@
+// What the keys of a tile have in common: how lanes and tiles are taken together, and the unit that follows from it.
+#pragma once
+
+#include "cuda/layout.hpp"
+#include "mxflash/formats.hpp"
+
+namespace mxflash::cuda {
+
+/// Of no keys.
+__device__ inline Range empty_range() { return {INFINITY, -INFINITY, 0, 0}; }
+
+__device__ inline Range join(const Range& a, const Range& b) {
+  return {fminf(a.least, b.least), fmaxf(a.most, b.most), fmaxf(a.key_norm, b.key_norm), 0};
+}
+
+/// Over the lanes of a warp.
+__device__ inline Range join_lanes(Range range) {
+  for (int half = 1; half < warpSize; half *= 2) {
+    range =
+        join(range, {__shfl_xor_sync(0xFFFFFFFFU, range.least, half), __shfl_xor_sync(0xFFFFFFFFU, range.most, half),
+                     __shfl_xor_sync(0xFFFFFFFFU, range.key_norm, half), 0});
+  }
+  return range;
+}
+
+/// The unit of a document's row sums, from the value_exponent of its first key, which every query that sees a later key
+/// may know.
+__device__ inline float sum_reference(float value_exponent) {
+  return value_exponent <= static_cast<float>(-kE8m0Bias) ? kUsualExponent : value_exponent;
+}
+
+}  // namespace mxflash::cuda
