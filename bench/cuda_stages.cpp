@@ -142,6 +142,10 @@ Status measure(const Settings& settings, const Recipe& recipe, const Workload& w
   const cuda::Execution execution{memory[6].get(), *bytes, nullptr};
   const Result<cuda::Launches> launches = cuda::prepare(call, recipe, execution);
   if (!launches) return launches.error();
+  if (launches->embedded) {
+    return unsupported(
+        fmt::format("recipe: {} given, one that FP8 products run allowed, whose stages these are", recipe.name));
+  }
   const Result<std::vector<Samples>> samples = time_steps(
       settings, [&] { return cuda::launch_schedule(launches->schedule, nullptr); },
       [&] { return cuda::launch_quantize(launches->quantize, nullptr); },

@@ -238,9 +238,11 @@ class TokenBlock {
         value = decode_bf16(hold(value)) * factor;
       } else {
         if (d == 0 || width() == 1) {
+          // Held: a row far below the others of its scale has codes 0, and 0 times infinity would be one.
           scale = s.scales[scale_of(row, dim + d)];
-          factor = op.operand.encoding == Encoding::nvfp4 ? scale.divisor * detail::pow2(-apart)
-                                                          : detail::pow2(code_alone ? 0 : scale.exponent - apart);
+          factor = op.operand.encoding == Encoding::nvfp4
+                       ? scale.divisor * detail::pow2(-apart)
+                       : detail::pow2(code_alone ? 0 : min(scale.exponent - apart, kE8m0Bias));
         }
         value = decoded(scale, value) * factor;
       }

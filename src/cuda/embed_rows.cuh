@@ -227,7 +227,7 @@ class EmbedRows {
       most.t[r] = fmaxf(most.t[r], own.t[r]);
       most.s[r] = fmaxf(most.s[r], own.s[r]);
       most.fold[r] = fmaxf(most.fold[r], own.fold[r]);
-      most.height[r] = fmaxf(most.height[r], fmaxf(own.t[r], -kFarLogit) + own.height[r]);
+      most.height[r] = fmaxf(most.height[r], held(own.t[r], kFarLogit) + own.height[r]);
     }
   }
 

@@ -31,7 +31,7 @@ struct Traits {
   static constexpr int kKeys = 128;
   static constexpr int kRowBytes = kKeyDims < 128 ? kKeyDims : 128;
   static constexpr int kChunks = kKeyDims / kRowBytes;
-  static constexpr int kOutputs = kValueDims / 2;    // The same.
+  static constexpr int kOutputs = kValueDims / 2;    // Registers of a thread.
   static constexpr int kSums = kOutputs + 4;         // With the row sum.
   static constexpr int kValueRows = kValueDims + 8;  // What the MMA reads; the copy fills one of the last eight.
   using QkAtom = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;

@@ -119,7 +119,12 @@ class Consumer {
     const TileSpan all{as_uniform(work.tiles.first), as_uniform(work.tiles.end)};
     for (std::int32_t tile = all.end - 1; tile >= max(mine.end, all.first); --tile) pass_over();
     if (mine.end <= mine.first) {
-      if (all.end > all.first) leave_queries();
+      if (all.end > all.first) {
+        // The item's keys may be there before its queries: who goes on without these takes the last ones for the
+        // next's.
+        shared.queries_full[queries.stage()].wait(queries.phase());
+        leave_queries();
+      }
       store_nothing(work);
       return;
     }

@@ -40,7 +40,7 @@ void expect_same_nans(const Tensor& got, const Tensor& want, const std::string& 
 
 /// The rows whose O `poisoned` leaves alone have the bits that they have without it. LSE of the others need not: a
 /// poisoned V takes no part in the exponents that fold into P. Where tokens share a scale, the rows around a poisoned
-/// one have another scale without it: those are the reference's, within its tolerance.
+/// one have another scale without it: of FP8 products those are the reference's, within its tolerance.
 void expect_poison_stays(const Case& clean, const Case& poisoned, const Recipe& recipe, const std::string& where) {
   const ForwardResult was = test::device_forward(clean, recipe);
   const ForwardResult got = test::device_forward(poisoned, recipe);
