@@ -8,22 +8,6 @@
 namespace mxflash::cuda {
 namespace {
 
-/// The offsets are malformed: nothing is read through them.
-__device__ void write_nan(const EmbedForwardArguments& a) {
-  const std::int64_t rows = std::int64_t{a.sizes.tokens_q} * a.sizes.heads;
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t first = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const float nan = detail::float_of(detail::kNanBits);
-  for (std::int64_t i = first; i < rows; i += step) a.lse[i] = nan;
-  for (std::int64_t i = first; i < rows * a.sizes.value_dim; i += step) {
-    switch (a.dtype) {
-      case DType::bf16: static_cast<__nv_bfloat16*>(a.o)[i] = __float2bfloat16_rn(nan); break;
-      case DType::f16: static_cast<__half*>(a.o)[i] = __float2half_rn(nan); break;
-      default: static_cast<float*>(a.o)[i] = nan;
-    }
-  }
-}
-
 __device__ EmbedWork work_of(const EmbedForwardArguments& a, std::uint32_t place, std::int32_t index) {
   EmbedWork work;
   work.item = a.workspace.items[a.workspace.order[place]];

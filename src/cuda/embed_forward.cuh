@@ -9,6 +9,7 @@
 #include "cuda/embed.hpp"
 #include "cuda/embed_exponential.cuh"
 #include "cuda/embed_mma.cuh"
+#include "cuda/outputs.cuh"
 
 namespace mxflash::cuda {
 

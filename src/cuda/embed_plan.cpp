@@ -6,6 +6,8 @@
 #include <cmath>
 #include <string_view>
 
+#include "cuda/plan.hpp"
+
 namespace mxflash::cuda {
 namespace {
 
@@ -103,10 +105,7 @@ WeightRule weight_rule(const Operand& weights, int beta) {
 }
 
 EmbeddedTables embedded_tables(void* workspace, const Layout& layout, const Recipe& recipe) {
-  auto* bytes = static_cast<std::byte*>(workspace);
-  const auto place = [bytes]<class T>(T*& pointer, std::size_t offset) {
-    pointer = reinterpret_cast<T*>(bytes + offset);
-  };
+  const Placer place{static_cast<std::byte*>(workspace)};
   EmbeddedTables tables;
   place(tables.queries, layout.embedded_queries);
   place(tables.query_factor, layout.embedded_query_factor);

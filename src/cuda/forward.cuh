@@ -10,6 +10,7 @@
 
 #include "cuda/documents.cuh"
 #include "cuda/kernels.hpp"
+#include "cuda/outputs.cuh"
 #include "cuda/sm90.cuh"
 
 namespace mxflash::cuda {
@@ -144,22 +145,6 @@ __device__ inline std::int64_t kv_head_of(const ForwardParameters& p, const Work
 /// Where the ranges of a document's tiles begin.
 __device__ inline const Range* ranges_of(const ForwardParameters& p, const Work& work) {
   return p.workspace.ranges + kv_head_of(p, work) * p.sizes.tile_slots() + work.item.first_tile;
-}
-
-/// The offsets are malformed: nothing is read through them.
-__device__ inline void write_nan(const ForwardParameters& p) {
-  const std::int64_t rows = std::int64_t{p.sizes.tokens_q} * p.sizes.heads;
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const std::int64_t first = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const float nan = detail::float_of(detail::kNanBits);
-  for (std::int64_t i = first; i < rows; i += step) p.lse[i] = nan;
-  for (std::int64_t i = first; i < rows * p.sizes.value_dim; i += step) {
-    switch (p.dtype) {
-      case DType::bf16: static_cast<__nv_bfloat16*>(p.o)[i] = __float2bfloat16_rn(nan); break;
-      case DType::f16: static_cast<__half*>(p.o)[i] = __float2half_rn(nan); break;
-      default: static_cast<float*>(p.o)[i] = nan;
-    }
-  }
 }
 
 }  // namespace mxflash::cuda

@@ -29,10 +29,7 @@ class Planner {
 };
 
 Workspace at(void* base, const Layout& layout) {
-  auto* bytes = static_cast<std::byte*>(base);
-  const auto place = [bytes]<class T>(T*& pointer, std::size_t offset) {
-    pointer = reinterpret_cast<T*>(bytes + offset);
-  };
+  const Placer place{static_cast<std::byte*>(base)};
   Workspace work;
   place(work.control, layout.control);
   place(work.items, layout.items);
@@ -41,7 +38,7 @@ Workspace at(void* base, const Layout& layout) {
   place(work.slots, layout.slots);
   place(work.costs_out, layout.costs_out);
   place(work.order, layout.order);
-  work.sort = bytes + layout.sort;
+  work.sort = place.workspace + layout.sort;
   work.sort_bytes = layout.sort_bytes;
   place(work.query_scale, layout.query_scale);
   place(work.key_scale, layout.key_scale);

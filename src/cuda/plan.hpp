@@ -1,6 +1,7 @@
 // From a call to the launches that it takes: the plan of the workspace, and every kernel's arguments.
 #pragma once
 
+#include <cstddef>
 #include <optional>
 
 #include "cuda/embed.hpp"
@@ -21,6 +22,15 @@ struct Launches {
   ForwardArguments forward;
   /// Instead of the two before, where BF16 products run the recipe.
   std::optional<EmbedLaunches> embedded = std::nullopt;
+};
+
+/// Sets a pointer to an array of a workspace.
+struct Placer {
+  std::byte* workspace = nullptr;
+  template <class T>
+  void operator()(T*& pointer, std::size_t offset) const {
+    pointer = reinterpret_cast<T*>(workspace + offset);
+  }
 };
 
 Result<Layout> plan(const Sizes& sizes, const Recipe& recipe);
