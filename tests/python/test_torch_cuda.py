@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from torch import library
 
 import mxflash
 from conftest import CAPTURE
@@ -342,7 +343,7 @@ def test_c25_opcheck(problem):
     p = cuda(problem([10, 54]))
     arguments = (*(p[name] for name in NAMES), p["cu_seqlens"], None, None)
     settings = ("mxfp8", 2**31 - 1, 0, None, "auto", None, False)
-    results = torch.library.opcheck(torch.ops.mxflash.attention, (*arguments, *settings))
+    results = library.opcheck(torch.ops.mxflash.attention, (*arguments, *settings))
     assert set(results.values()) == {"SUCCESS"}
 
 
