@@ -25,6 +25,8 @@ struct Workspace {
   std::uint8_t* query_codes = nullptr;
   std::uint8_t* key_codes = nullptr;
   std::uint8_t* value_codes = nullptr;
+  RowRecord* rows = nullptr;  ///< Null where no backward follows.
+  void* residual = nullptr;   ///< The same, and where o is FP32.
 };
 
 /// A band of keys in 64 bits, as Mask.

@@ -102,6 +102,13 @@ struct KeyScale {
   float factor = 0;
   float value_exponent = 0;
 };
+/// What the forward leaves of a query for the backward: weights are codes 2^(unit - value_exponent) inverse.
+struct RowRecord {
+  float base = 0;     ///< m - 8, an integer: codes are those of 2^(logit - base).
+  float inverse = 0;  ///< 1 / the row sum, in units of 2^(base - unit).
+  float unit = 0;     ///< An integer.
+  float most = 0;     ///< Largest value_exponent of the keys it sees where its item has irregular tiles, else -inf.
+};
 /// The value_exponent of a poisoned V: as a logit it counts as -127.
 inline constexpr float kPoisonedValue = -128.0F;
 /// Reference of the row sum where the first key of a document has no exponent: values of about 1.
@@ -127,6 +134,9 @@ struct Layout {
   std::size_t query_codes = 0;  ///< E4M3 [heads, rows_q, key_dims]
   std::size_t key_codes = 0;    ///< E4M3 [kv_heads, rows_k, key_dims], and 128 rows of anything
   std::size_t value_codes = 0;  ///< E4M3 [kv_heads, value_rows, columns]
+  /// Where a backward follows:
+  std::size_t rows = 0;      ///< RowRecord [heads, rows_q]
+  std::size_t residual = 0;  ///< [tokens_q, heads, value_dim], o's type: what rounding took from it. Not of FP32.
   /// In the place of the codes and their scales, of a recipe that is embedded in BF16: EmbeddedTables.
   std::size_t embedded_queries = 0;
   std::size_t embedded_query_factor = 0;

@@ -1,0 +1,166 @@
+// The backward on E4M3 codes: the records its kernels hand to each other, and what the host calls. No CUDA headers here.
+//
+// schedule: key tiles, longest first.  prepare: dO to codes and D; q, k, dO codes transposed, v codes by rows; one
+// record a tile of queries.  backward: a key tile walks the queries that see it; dK and dV stay with it, dQ is added up
+// in FP32.  finish: dQ and dK are rotated back and rounded.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/kernels.hpp"
+#include "cuda/layout.hpp"
+
+namespace mxflash::cuda {
+
+/// Queries that a key tile meets at a time; slots for tiles of queries count as Sizes::item_slots does.
+inline constexpr std::int32_t kQueryTile = 64;
+
+/// Sizes of the backward's own tables. `dims`: what the kernels are built for, 64, 128 or 256, at least head_dim and
+/// value_dim; `parts`: passes of up to 128 dims of dK, dV and dQ each.
+struct BackwardSizes {
+  Sizes forward;
+  std::int32_t dims = 0;
+  std::int32_t parts = 1;
+
+  /// Slot of block b of 64 queries of document d: cu_seqlens_q[d] / 64 + d + b.
+  [[nodiscard]] constexpr std::int64_t query_slots() const {
+    return forward.tokens_q / kQueryTile + std::int64_t{forward.documents};
+  }
+  /// As Sizes::columns, of queries.
+  [[nodiscard]] constexpr std::int64_t query_columns() const {
+    return (forward.tokens_q + std::int64_t{forward.documents} * kColumnStep + kTileRows - 1) / kTileRows * kTileRows +
+           2 * kTileRows;
+  }
+};
+
+/// What a tile of 64 queries and one head brings along: copied whole into shared memory. Queries past the document's
+/// end have zeros. NaN in `factor` (q is poisoned) or `weight` and `slope` (dO is), or in `offset` (O, dLSE), reaches the
+/// keys that see the query.
+struct alignas(16) QueryTile {
+  float factor[kQueryTile];  ///< 2^(exponent of q) scale log2(e)
+  float base[kQueryTile];    ///< RowRecord::base
+  float weight[kQueryTile];  ///< 256 2^(exponent of dO) / row sum: w = code weight 2^-e of V, less dO's base
+  float slope[kQueryTile];   ///< scale 2^(exponent of dO) / row sum
+  float offset[kQueryTile];  ///< (D - dLSE) 2^-(exponent of dO)
+  float scale[kQueryTile];   ///< 2^(exponent of q); 0 where q is poisoned
+  float scale_most[2];       ///< Largest `scale` of each 32 queries.
+  float norm;                ///< Largest bound of a norm of q, QueryScale::norm.
+  float most;                ///< Largest RowRecord::most.
+  std::int32_t irregular;    ///< Not 0: numbers of a query leave the range in which the products above are safe.
+  std::int32_t unused[3];
+};
+
+/// What the tile's records cannot say of a query whose numbers are far apart: then the kernel reads these.
+struct DoutRecord {
+  float factor = 0;  ///< 2^(exponent of dO); NaN: poisoned
+  float delta = 0;   ///< D - dLSE
+};
+
+/// A tile of 128 keys of one document and the queries that see one of them.
+struct KeyItem {
+  std::int32_t key_row = 0;
+  std::int32_t keys = 0;
+  std::int32_t column = 0;     ///< Of the first key.
+  std::int32_t first_key = 0;  ///< Its place in the document.
+  std::int32_t document = 0;
+  std::int32_t tile_slot = 0;     ///< Of the tile, as Sizes::tile_slots.
+  std::int32_t query_row = 0;     ///< Of the document's first query.
+  std::int32_t queries = 0;       ///< Of the document.
+  std::int32_t query_column = 0;  ///< Of the document's first query.
+  std::int32_t query_slot = 0;    ///< Of the document's first tile of queries.
+  std::int32_t first_tile = 0;    ///< Tiles [first_tile, end_tile) of the document's queries see a key; none: equal.
+  std::int32_t end_tile = 0;
+};
+
+/// The arrays of the backward's workspace, by address.
+struct BackwardWorkspace {
+  Control* control = nullptr;  ///< Its own: status is copied from the forward's, `next` counts (item, kv head, part).
+  KeyItem* items = nullptr;    ///< [tile_slots]
+  std::uint64_t* costs = nullptr;
+  std::int32_t* slots = nullptr;
+  std::uint64_t* costs_out = nullptr;  ///< Sorted, falling; 0: no item.
+  std::int32_t* order = nullptr;       ///< [tile_slots]; within a document and equal costs, rising.
+  void* sort = nullptr;
+  std::size_t sort_bytes = 0;
+  std::uint32_t* turns = nullptr;          ///< [heads, query_slots]: key tiles that have added to dQ (deterministic).
+  std::int32_t* dout_base = nullptr;       ///< [heads, documents]: largest exponent of dO; INT32_MIN: none
+  DoutRecord* dout_records = nullptr;      ///< [heads, rows_q]
+  QueryTile* query_tiles = nullptr;        ///< [heads, query_slots]
+  std::uint8_t* dout_codes = nullptr;      ///< E4M3 [heads, rows_q, dims]
+  std::uint8_t* dout_columns = nullptr;    ///< E4M3 [heads, dims, query_columns]
+  std::uint8_t* query_columns = nullptr;   ///< E4M3 [heads, dims, query_columns]
+  std::uint8_t* key_columns = nullptr;     ///< E4M3 [kv_heads, dims, columns]
+  std::uint8_t* value_rows = nullptr;      ///< E4M3 [kv_heads, rows_k + 128, dims]
+  float* dq_sums = nullptr;                ///< [heads, rows_q, dims], zero before `backward`
+  float* dk_sums = nullptr;                ///< [kv_heads, rows_k, dims]
+  /// [blocks, scratch_bytes()]: sums of dK and dV on their way from the tensor cores' accumulators.
+  std::byte* scratch = nullptr;
+};
+
+/// Of a block of `backward`, one a processor.
+constexpr std::size_t scratch_bytes(const BackwardSizes& sizes) {
+  const std::size_t dims = sizes.dims < 128 ? 64 : 128;
+  return 2 * dims * kTileRows * sizeof(float);
+}
+
+struct KeyScheduleArguments {
+  BackwardSizes sizes;
+  Offsets offsets;
+  Band band;
+  /// Of the forward, whose status is taken over: KeyTile, and nothing is read through malformed offsets.
+  Workspace saved;
+  BackwardWorkspace workspace;
+};
+
+/// Also clears `turns`, `dq_sums` and `control`, and sets `dout_base` to INT32_MIN. Costs fall along a document, so
+/// that a key tile never waits for one that is taken after it: they count the queries from the first that sees the tile
+/// on, or as many as a window can have.
+int launch_key_schedule(const KeyScheduleArguments& arguments, void* stream);
+
+struct PrepareArguments {
+  BackwardSizes sizes;
+  Offsets offsets;
+  Workspace saved;
+  BackwardWorkspace workspace;
+  Source dout;
+  const void* o = nullptr;  ///< [tokens_q, heads, value_dim], dout's type
+  const float* dlse = nullptr;
+  std::int64_t dlse_token_stride = 0;
+  std::int64_t dlse_head_stride = 0;
+  float logit_scale = 0;  ///< As ForwardArguments::logit_scale.
+  float scale = 0;        ///< The softmax scale with the rotation's factor.
+};
+
+int launch_prepare(const PrepareArguments& arguments, void* stream);
+
+struct BackwardArguments {
+  BackwardSizes sizes;
+  Band band;
+  Workspace saved;
+  BackwardWorkspace workspace;
+  float logit_scale = 0;
+  float scale = 0;
+  bool deterministic = true;   ///< dQ's sums in the order of the keys.
+  bool exact_queries = false;  ///< dS scaled per query, not per 32 of them (DqScales of the recipe).
+  DType dtype = DType::bf16;
+  void* dv = nullptr;  ///< [tokens_k, kv_heads, value_dim]
+};
+
+int launch_backward(const BackwardArguments& arguments, void* stream);
+
+struct FinishArguments {
+  BackwardSizes sizes;
+  Workspace saved;
+  BackwardWorkspace workspace;
+  std::int32_t rotation_shift = -1;
+  DType dtype = DType::bf16;
+  void* dq = nullptr;
+  void* dk = nullptr;
+  void* dv = nullptr;  ///< Written here only where offsets are malformed: NaN.
+};
+
+/// dq_sums and dk_sums, rotated back, rounded.
+int launch_finish(const FinishArguments& arguments, void* stream);
+
+}  // namespace mxflash::cuda
