@@ -29,12 +29,7 @@ struct Cut {
   static __device__ bool sees(const Spans& spans, int r, std::int32_t key) { return spans.sees(r, key); }
   /// Of four keys, a byte each.
   static __device__ std::uint32_t bytes(const Spans& spans, int r, std::int32_t key) {
-    return below(spans.end[r] - key) & ~below(spans.begin[r] - key);
-  }
-
- private:
-  static __device__ std::uint32_t below(std::int32_t keys) {
-    return __funnelshift_lc(~0U, 0U, static_cast<std::uint32_t>(8 * max(min(keys, 4), 0)));
+    return bytes_below(spans.end[r] - key) & ~bytes_below(spans.begin[r] - key);
   }
 };
 
