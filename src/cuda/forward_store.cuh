@@ -130,10 +130,10 @@ __device__ void Consumer<Traits>::write(const Work& work) {
   const std::int64_t bytes = std::int64_t{p.sizes.value_dim} / 2 * static_cast<std::int64_t>(sizeof(Pair));
   const int inside = static_cast<int>(min(bytes / 16 - work.part * kChunks, std::int64_t{kChunks}));
   auto* out = static_cast<std::byte*>(p.o) + work.head * bytes + work.part * kChunks * 16;
-#pragma unroll 1
-  for (int slot = lane; slot < 16 * kChunks; slot += 32) {
-    const int local = slot / kChunks;
-    const int chunk = slot % kChunks;
+#pragma unroll 4
+  for (int i = 0; i < kChunks / 2; ++i) {
+    const int local = (32 * i + lane) / kChunks;
+    const int chunk = (32 * i + lane) % kChunks;
     const int query = group * 64 + warp * 16 + local;
     if (query >= work.item.queries || chunk >= inside) continue;
     const std::int64_t place = (std::int64_t{work.item.query_row} + query) * p.sizes.heads;
