@@ -349,9 +349,16 @@ class Consumer {
   static __device__ void round(float low, float high, __half2& out) { out = __floats2half2_rn(low, high); }
   static __device__ void round(float low, float high, float2& out) { out = {low, high}; }
 
-  /// Through shared memory, where the warp's sums have been: rows of 16 bytes a thread.
+  /// The sums to o and, where a backward follows, what rounding takes from them to its own place.
   template <class Pair>
   __device__ void write(const Work& work);
+
+  /// Through shared memory, where the warp's sums have been: rows of 16 bytes a thread.
+  template <class Pair>
+  __device__ void write_rows(const Work& work, void* rows);
+
+  /// Of a query of the item.
+  [[nodiscard]] __device__ RowRecord* record_of(const Work& work, int query) const;
 
   const ForwardParameters& p;
   ForwardShared<Traits>& shared;
