@@ -83,15 +83,15 @@ struct BackwardWorkspace {
   std::int32_t* order = nullptr;       ///< [tile_slots]; within a document and equal costs, rising.
   void* sort = nullptr;
   std::size_t sort_bytes = 0;
-  std::uint32_t* turns = nullptr;          ///< [heads, query_slots]: key tiles that have added to dQ (deterministic).
+  std::uint32_t* turns = nullptr;          ///< [heads, query_slots, parts]: key tiles that have added to dQ.
   std::int32_t* dout_base = nullptr;       ///< [heads, documents]: largest exponent of dO; INT32_MIN: none
   DoutRecord* dout_records = nullptr;      ///< [heads, rows_q]
   QueryTile* query_tiles = nullptr;        ///< [heads, query_slots]
-  std::uint8_t* dout_codes = nullptr;      ///< E4M3 [heads, rows_q, dims]
+  std::uint8_t* dout_codes = nullptr;      ///< E4M3 [heads, rows_q, dims], and 128 rows of anything
   std::uint8_t* dout_columns = nullptr;    ///< E4M3 [heads, dims, query_columns]
   std::uint8_t* query_columns = nullptr;   ///< E4M3 [heads, dims, query_columns]
   std::uint8_t* key_columns = nullptr;     ///< E4M3 [kv_heads, dims, columns]
-  std::uint8_t* value_rows = nullptr;      ///< E4M3 [kv_heads, rows_k + 128, dims]
+  std::uint8_t* value_rows = nullptr;      ///< E4M3 [kv_heads, rows_k, dims], and 128 rows of anything
   float* dq_sums = nullptr;                ///< [heads, rows_q, dims], zero before `backward`
   float* dk_sums = nullptr;                ///< [kv_heads, rows_k, dims]
   /// [blocks, scratch_bytes()]: sums of dK and dV on their way from the tensor cores' accumulators.
