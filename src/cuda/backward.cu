@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if (threadIdx.x == 0) shared.initialize();
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    cutlass::arch::warpgroup_reg_dealloc<32>();
+    // 24 + 2 x 240 = 3 x 168, which a block is launched with: for more than that it would wait for ever.
+    cutlass::arch::warpgroup_reg_dealloc<24>();
     if (threadIdx.x == 0) KeyProducer<Traits>(p, shared).run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<240>();
