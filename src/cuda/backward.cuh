@@ -114,8 +114,8 @@ struct BackwardShared {
   KeyRows rows[2 * kWarpgroup];
   KeySums sums[kBackwardWarps];
   KeyWork work[Traits::kKeyStages];
-  float most[2][kBackwardWarps];  // Of |dS| times K's factors, by 32 queries and warp.
-  std::uint32_t most_of_query[2][kQueryTile];  ///< The same by query, as bits.
+  alignas(16) float most[2][kBackwardWarps];  // Of |dS| times K's factors, by 32 queries and warp.
+  alignas(16) std::uint32_t most_of_query[2][kQueryTile];  ///< The same by query, as bits.
   alignas(8) Barrier keys_full[Traits::kKeyStages];
   Barrier keys_empty[Traits::kKeyStages];
   Barrier queries_full[Traits::kQueryStages];
