@@ -72,6 +72,10 @@ struct KeyItem {
   std::int32_t query_slot = 0;    ///< Of the document's first tile of queries.
   std::int32_t first_tile = 0;    ///< Tiles [first_tile, end_tile) of the document's queries see a key; none: equal.
   std::int32_t end_tile = 0;
+  std::int32_t keys_of_document = 0;
+
+  /// Query i stands where key i + offset does.
+  [[nodiscard]] constexpr std::int64_t offset() const { return std::int64_t{keys_of_document} - queries; }
 };
 
 /// The arrays of the backward's workspace, by address.

@@ -18,18 +18,18 @@ struct QuerySpan {
 };
 
 /// Key j is seen by the queries j - offset - right to j - offset + left, offset being keys - queries of the document.
-__device__ QuerySpan queries_of(const KeyItem& item, std::int64_t offset, const Band& band) {
-  const std::int64_t begin = max(item.first_key - offset - band.right, std::int64_t{0});
+__device__ QuerySpan queries_of(const KeyItem& item, const Band& band) {
+  const std::int64_t begin = max(item.first_key - item.offset() - band.right, std::int64_t{0});
   const std::int64_t end =
-      min(item.first_key + std::int64_t{item.keys} - offset + band.left, std::int64_t{item.queries});
+      min(item.first_key + std::int64_t{item.keys} - item.offset() + band.left, std::int64_t{item.queries});
   // A band of no width has no keys, though a tile has more than one.
   return band.left + band.right >= 0 && end > begin ? QuerySpan{begin, end} : QuerySpan{0, 0};
 }
 
 /// Never rises along a document: from the first query that sees the tile or a later one to the last, as many as the
 /// band can have. The tile's own last query is left out of account, and so are keys that the last tile has not.
-__device__ std::uint64_t cost_of(const KeyItem& item, std::int64_t offset, const Band& band) {
-  const std::int64_t first = max(item.first_key - offset - band.right, std::int64_t{0});
+__device__ std::uint64_t cost_of(const KeyItem& item, const Band& band) {
+  const std::int64_t first = max(item.first_key - item.offset() - band.right, std::int64_t{0});
   const std::int64_t most = max(kTileRows + band.left + band.right, std::int64_t{0});
   return 1 + static_cast<std::uint64_t>(max(min(item.queries - first, most), std::int64_t{0}));
 }
@@ -44,6 +44,7 @@ __device__ KeyItem item_of(const KeyScheduleArguments& a, std::int32_t slot, con
   item.tile_slot = slot;
   item.query_row = a.offsets.q[item.document];
   item.queries = a.offsets.q[item.document + 1] - item.query_row;
+  item.keys_of_document = a.offsets.k[item.document + 1] - tile.first_row;
   item.query_column = first_column(a.offsets.q, item.document);
   item.query_slot = item.query_row / kQueryTile + item.document;
   return item;
@@ -64,12 +65,11 @@ __global__ void key_items_kernel(const KeyScheduleArguments a) {
   work.costs[slot] = 0;
   if (status != 0 || a.saved.tiles[slot].keys == 0) return;
   KeyItem item = item_of(a, slot, a.saved.tiles[slot]);
-  const std::int64_t offset = std::int64_t{a.offsets.k[item.document + 1]} - a.offsets.k[item.document] - item.queries;
-  const QuerySpan span = queries_of(item, offset, a.band);
+  const QuerySpan span = queries_of(item, a.band);
   item.first_tile = static_cast<std::int32_t>(span.begin / kQueryTile);
   item.end_tile = static_cast<std::int32_t>((span.end + kQueryTile - 1) / kQueryTile);
   work.items[slot] = item;
-  work.costs[slot] = cost_of(item, offset, a.band);
+  work.costs[slot] = cost_of(item, a.band);
 }
 
 cudaError_t clear(const KeyScheduleArguments& a, cudaStream_t stream) {

@@ -4,6 +4,7 @@
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <cutlass/arch/barrier.h>
+#include <cuda_fp16.h>
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cstdint>
@@ -105,11 +106,26 @@ __device__ inline float exact_pow2(float x) {
   return x < -126.0F ? 0.0F : __int_as_float((static_cast<int>(x) + 127) << 23);
 }
 
+/// All bits of the first `count` bytes of four.
+__device__ inline std::uint32_t bytes_below(std::int32_t count) {
+  return __funnelshift_lc(~0U, 0U, static_cast<std::uint32_t>(8 * max(min(count, 4), 0)));
+}
+
 /// Two E4M3 codes, `low` in the low byte.
 __device__ inline std::uint32_t to_e4m3(float low, float high) {
   std::uint16_t codes = 0;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
   return codes;
+}
+__device__ inline std::uint32_t to_e4m3(float a, float b, float c, float d) {
+  return to_e4m3(a, b) | to_e4m3(c, d) << 16;
+}
+
+/// The numbers of two E4M3 codes.
+__device__ inline float2 from_e4m3(std::uint32_t codes) {
+  std::uint32_t halves = 0;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<std::uint16_t>(codes)));
+  return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
 
 }  // namespace mxflash::cuda

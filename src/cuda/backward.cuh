@@ -1,0 +1,143 @@
+// The backward kernel's parts: what a block shares, the producer, the consumers.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/backward.hpp"
+#include "cuda/documents.cuh"
+#include "cuda/range.cuh"
+#include "cuda/sm90.cuh"
+
+namespace mxflash::cuda {
+
+inline constexpr int kBackwardThreads = 3 * kWarpgroup;
+inline constexpr int kBackwardWarps = 8;  // Of consumers.
+/// Tiles of queries after which sums of dK and dV move from the tensor cores' accumulators into FP32; as
+/// kTilesBetweenSums of the forward.
+inline constexpr int kQueryTilesBetweenSums = 16;
+
+template <int kDimsOf, int kKeyStagesOf, int kQueryStagesOf, class OutAtomOf, class DqAtomOf>
+struct BackwardTraits {
+  static constexpr int kDims = kDimsOf;                   // Of S and dP.
+  static constexpr int kOut = kDims < 128 ? kDims : 128;  // Of dK, dV and dQ.
+  static constexpr int kKeyStages = kKeyStagesOf;
+  static constexpr int kQueryStages = kQueryStagesOf;
+  static_assert(kQueryStages % 2 == 0);  // Turns alternate with them, see KeyConsumer::share_by_query.
+  static constexpr int kRowBytes = kOut;
+  static constexpr int kChunks = kDims / kRowBytes;
+  static constexpr std::size_t kSums = kOut / 2;         // Registers of a thread, of dK and of dV.
+  static constexpr std::size_t kDqSums = kOut / 4;       // Of dQ.
+  static constexpr int kScores = kQueryTile / 2;
+  using ScoreAtom = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>;
+  using OutAtom = OutAtomOf;
+  using DqAtom = DqAtomOf;
+};
+
+using BackwardTraits64 = BackwardTraits<64, 2, 4, cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>,
+                                        cute::SM90::GMMA::MMA_64x32x32_F32E4M3E4M3_SS_TN<>>;
+using BackwardTraits128 = BackwardTraits<128, 2, 2, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
+                                         cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>>;
+using BackwardTraits256 = BackwardTraits<256, 1, 2, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
+                                         cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>>;
+
+struct BackwardParameters {
+  BackwardArguments a;
+  CUtensorMap query_map;
+  CUtensorMap dout_map;
+  CUtensorMap query_columns_map;
+  CUtensorMap dout_columns_map;
+  CUtensorMap key_map;
+  CUtensorMap value_map;
+  CUtensorMap key_columns_map;
+};
+
+/// A key tile, and whose.
+struct KeyWork {
+  KeyItem item;
+  std::int32_t kv_head;  // -1: no more.
+  std::int32_t part;
+  Range range;
+};
+
+/// What a thread knows of its two keys. Without value: factor 0, exponent 0, no queries.
+struct alignas(16) KeyRows {
+  float factor[2];        ///< 2^(exponent of K); NaN: poisoned
+  float exponent[2];      ///< Of V.
+  float light[2];         ///< 2^-exponent
+  float weight[2];        ///< 2^-(exponent + dO's base)
+  std::int32_t begin[2];  ///< Of the document, the first query that sees the key,
+  std::int32_t end[2];    ///< and the one after the last.
+
+  [[nodiscard]] __device__ bool seen(int r, std::int32_t query) const { return begin[r] <= query && query < end[r]; }
+};
+
+/// What a warp knows of its sums and its keys.
+struct KeySums {
+  std::int32_t raised;  ///< Unit of dK's sums, see KeyConsumer::raised_of.
+  std::int32_t base;    ///< Unit of dV's sums: the largest exponent of dO.
+  std::int32_t moved;   ///< Not 0: sums wait in global memory, in the units below.
+  std::int32_t moved_raised;
+  std::int32_t moved_base;
+  float key_most;            ///< Largest factor of K.
+  std::int32_t whole_begin;  ///< Queries [whole_begin, whole_end) see all of the warp's keys.
+  std::int32_t whole_end;
+};
+
+template <class Traits>
+struct BackwardShared {
+  /// Rows 16 a + 8 c + g are keys 16 a + 2 g + c: a thread has neighbours, whose codes of dS lie side by side.
+  struct alignas(1024) Keys {
+    std::uint8_t keys[kTileRows * Traits::kDims];
+    std::uint8_t values[kTileRows * Traits::kDims];
+    std::uint8_t columns[Traits::kOut * kTileRows];  // Keys in their order.
+  };
+  /// Rows 16 a + 8 c + 2 u + b are queries 16 a + 4 u + 2 c + b, as in the forward the keys.
+  struct alignas(1024) Queries {
+    std::uint8_t queries[kQueryTile * Traits::kDims];
+    std::uint8_t dout[kQueryTile * Traits::kDims];
+    std::uint8_t query_columns[Traits::kOut * kQueryTile];
+    std::uint8_t dout_columns[Traits::kOut * kQueryTile];
+  };
+  struct alignas(1024) ScoreGradients {
+    std::uint8_t codes[kQueryTile * kTileRows];  // Rows of queries.
+  };
+  Keys keys[Traits::kKeyStages];
+  Queries queries[Traits::kQueryStages];
+  ScoreGradients ds;
+  alignas(128) QueryTile tiles[Traits::kQueryStages];
+  alignas(128) KeyScale key_scales[Traits::kKeyStages][kTileRows];
+  KeyRows rows[2 * kWarpgroup];
+  KeySums sums[kBackwardWarps];
+  KeyWork work[Traits::kKeyStages];
+  float most[2][kBackwardWarps];  // Of |dS| times K's factors, by 32 queries and warp.
+  std::uint32_t most_of_query[2][kQueryTile];  ///< The same by query, as bits.
+  alignas(8) Barrier keys_full[Traits::kKeyStages];
+  Barrier keys_empty[Traits::kKeyStages];
+  Barrier queries_full[Traits::kQueryStages];
+  Barrier queries_empty[Traits::kQueryStages];
+
+  __device__ void initialize() {
+    for (auto& turn : most_of_query) {
+      for (std::uint32_t& most_of : turn) most_of = 0;
+    }
+    for (int s = 0; s < Traits::kKeyStages; ++s) {
+      keys_full[s].init(1);
+      keys_empty[s].init(kBackwardWarps);
+    }
+    for (int s = 0; s < Traits::kQueryStages; ++s) {
+      queries_full[s].init(1);
+      queries_empty[s].init(kBackwardWarps);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+};
+
+}  // namespace mxflash::cuda
+
+#include "cuda/backward_consumer.cuh"
+#include "cuda/backward_producer.cuh"

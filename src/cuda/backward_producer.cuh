@@ -1,0 +1,109 @@
+// One thread ahead of the consumers: takes key tiles, longest first, and keeps the copy engine busy.
+#pragma once
+
+#include "cuda/backward.cuh"
+
+namespace mxflash::cuda {
+
+template <class Traits>
+class KeyProducer {
+ public:
+  __device__ KeyProducer(const BackwardParameters& parameters, BackwardShared<Traits>& block)
+      : p(parameters), sizes(parameters.a.sizes.forward), shared(block) {}
+
+  __device__ void run() {
+    for (;;) {
+      // Not in registers: it stays there until its last queries have been met.
+      const KeyWork& work = shared.work[keys.stage()];
+      fetch_keys();
+      if (work.kv_head < 0) return;
+      const std::int32_t group = sizes.heads / sizes.kv_heads;
+      for (std::int32_t head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+        for (std::int32_t tile = work.item.end_tile - 1; tile >= work.item.first_tile; --tile) {
+          fetch_queries(work, head, tile);
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ void take(KeyWork& work) const {
+    work.kv_head = -1;
+    const BackwardWorkspace& made = p.a.workspace;
+    const std::uint32_t index = atomicAdd(&made.control->next, 1U);
+    const auto per_item = static_cast<std::uint32_t>(sizes.kv_heads * p.a.sizes.parts);
+    const std::uint32_t place = index / per_item;
+    // Slots without an item are last.
+    if (place >= static_cast<std::uint32_t>(sizes.tile_slots()) || made.costs_out[place] == 0) return;
+    work.item = made.items[made.order[place]];
+    work.kv_head = static_cast<std::int32_t>(index % per_item) / p.a.sizes.parts;
+    work.part = static_cast<std::int32_t>(index % per_item) % p.a.sizes.parts;
+    work.range = p.a.saved.ranges[work.kv_head * sizes.tile_slots() + work.item.tile_slot];
+  }
+
+  __device__ void fetch_keys() {
+    const std::uint32_t stage = keys.stage();
+    Barrier& full = shared.keys_full[stage];
+    shared.keys_empty[stage].wait(keys.phase() ^ 1);
+    KeyWork& work = shared.work[stage];
+    take(work);
+    keys.template advance<Traits::kKeyStages>();
+    if (work.kv_head < 0 || work.item.end_tile <= work.item.first_tile) {
+      full.arrive();
+      return;
+    }
+    auto& to = shared.keys[stage];
+    full.arrive_and_expect_tx(sizeof to + sizeof shared.key_scales[0]);
+    const auto row = static_cast<std::int32_t>(work.kv_head * sizes.rows_k() + work.item.key_row);
+    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+      const int offset = chunk * kTileRows * Traits::kRowBytes;
+      cute::SM90_TMA_LOAD_4D::copy(&p.key_map, mbar(full), kKeep, to.keys + offset, chunk * Traits::kRowBytes, 0, row,
+                                   0);
+      cute::SM90_TMA_LOAD_4D::copy(&p.value_map, mbar(full), kKeep, to.values + offset, chunk * Traits::kRowBytes, 0,
+                                   row, 0);
+    }
+    cute::SM90_TMA_LOAD_3D::copy(&p.key_columns_map, mbar(full), kKeep, to.columns, work.item.column,
+                                 work.part * Traits::kOut, work.kv_head);
+    copy_bytes(p.a.saved.key_scale + work.kv_head * sizes.columns() + work.item.column, full, shared.key_scales[stage]);
+  }
+
+  __device__ void fetch_queries(const KeyWork& work, std::int32_t head, std::int32_t tile) {
+    const std::uint32_t stage = queries.stage();
+    Barrier& full = shared.queries_full[stage];
+    shared.queries_empty[stage].wait(queries.phase() ^ 1);
+    auto& to = shared.queries[stage];
+    full.arrive_and_expect_tx(sizeof to + sizeof shared.tiles[0]);
+    const auto row = static_cast<std::int32_t>(head * sizes.rows_q() + work.item.query_row + tile * kQueryTile);
+    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+      const int offset = chunk * kQueryTile * Traits::kRowBytes;
+      cute::SM90_TMA_LOAD_5D::copy(&p.query_map, mbar(full), kKeep, to.queries + offset, chunk * Traits::kRowBytes, row,
+                                   0, 0, 0);
+      cute::SM90_TMA_LOAD_5D::copy(&p.dout_map, mbar(full), kKeep, to.dout + offset, chunk * Traits::kRowBytes, row, 0,
+                                   0, 0);
+    }
+    const std::int32_t column = work.item.query_column + tile * kQueryTile;
+    cute::SM90_TMA_LOAD_3D::copy(&p.query_columns_map, mbar(full), kKeep, to.query_columns, column,
+                                 work.part * Traits::kOut, head);
+    cute::SM90_TMA_LOAD_3D::copy(&p.dout_columns_map, mbar(full), kKeep, to.dout_columns, column,
+                                 work.part * Traits::kOut, head);
+    copy_bytes(p.a.workspace.query_tiles + head * p.a.sizes.query_slots() + work.item.query_slot + tile, full,
+               shared.tiles[stage]);
+    queries.template advance<Traits::kQueryStages>();
+  }
+
+  template <class From, class To>
+  static __device__ void copy_bytes(const From* from, Barrier& full, To& to) {
+    cute::SM90_BULK_COPY_G2S::copy(from, mbar(full), &to, static_cast<std::int32_t>(sizeof to));
+  }
+
+  static __device__ std::uint64_t* mbar(Barrier& barrier) { return reinterpret_cast<std::uint64_t*>(&barrier); }
+  static constexpr auto kKeep = static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+
+  const BackwardParameters& p;
+  const Sizes& sizes;
+  BackwardShared<Traits>& shared;
+  Place keys;
+  Place queries;
+};
+
+}  // namespace mxflash::cuda

@@ -1,0 +1,188 @@
+// The sums of a consumer: prepared, moved, added, written.
+#pragma once
+
+#include "cuda/backward_consumer.cuh"
+
+namespace mxflash::cuda {
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
+  const KeyItem& item = work.item;
+  const std::int64_t offset = item.offset();
+  KeyRows rows;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool inside = key() + r < item.keys;
+    const KeyScale scale = shared.key_scales[keys.stage()][key() + r];
+    rows.factor[r] = inside ? scale.factor : 0.0F;
+    rows.exponent[r] = inside ? scale.value_exponent : 0.0F;
+    rows.light[r] = exact_pow2(-rows.exponent[r]);
+    const std::int64_t place = item.first_key + key() + r - offset;
+    const std::int64_t begin = max(place - p.band.right, std::int64_t{0});
+    const std::int64_t end = min(place + p.band.left + 1, std::int64_t{item.queries});
+    const bool seen = inside && begin < end;
+    rows.begin[r] = seen ? static_cast<std::int32_t>(begin) : 0;
+    rows.end[r] = seen ? static_cast<std::int32_t>(end) : 0;
+  }
+  this->rows() = rows;
+  const float factor = fmaxf(fmaxf(rows.factor[0], rows.factor[1]), 0.0F);
+  const float key_most = __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(factor)));
+  const std::int32_t begin = __reduce_max_sync(0xFFFFFFFFU, max(rows.begin[0], rows.begin[1]));
+  const std::int32_t end = __reduce_min_sync(0xFFFFFFFFU, min(rows.end[0], rows.end[1]));
+  if (lane == 0) kept() = {kLeastRaised, 0, 0, kLeastRaised, 0, key_most, begin, end};
+  __syncwarp();
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::enter(const KeyWork& work, std::int32_t head) {
+  const std::int32_t found = p.workspace.dout_base[head * p.sizes.forward.documents + work.item.document];
+  const int base = found == INT32_MIN ? 0 : found;
+  if (product_ == ScaleOut::One) scale_sums(dv, ldexpf(1.0F, kept().base - base));
+  KeyRows& rows = this->rows();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) rows.weight[r] = ldexpf(rows.light[r], -base);
+  __syncwarp();
+  if (lane == 0) kept().base = base;
+  __syncwarp();
+}
+
+template <class Traits>
+__device__ float4* KeyConsumer<Traits>::waiting() const {
+  return reinterpret_cast<float4*>(p.workspace.scratch + blockIdx.x * scratch_bytes(p.sizes)) + threadIdx.x - kWarpgroup;
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::move_sums() {
+  const KeySums of = kept();
+  constexpr float kNone = -1;
+  move(dk, waiting(), of.moved != 0 ? exact_pow2(static_cast<float>(of.moved_raised - of.raised)) : kNone);
+  move(dv, waiting() + kConsumers, of.moved != 0 ? ldexpf(1.0F, of.moved_base - of.base) : kNone);
+  __syncwarp();
+  if (lane == 0) {
+    kept().moved = 1;
+    kept().moved_raised = of.raised;
+    kept().moved_base = of.base;
+  }
+  __syncwarp();
+  product_ = ScaleOut::Zero;
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::move(float (&sums)[Traits::kSums], float4* to, float by) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(Traits::kSums) / 4; ++i) {
+    float4 sum{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+    float4& waits = to[2 * i * kConsumers];
+    if (by >= 0) {
+      const float4 before = waits;
+      sum = {fmaf(before.x, by, sum.x), fmaf(before.y, by, sum.y), fmaf(before.z, by, sum.z), fmaf(before.w, by, sum.w)};
+    }
+    waits = sum;
+    sums[4 * i] = sum.x;
+    sums[4 * i + 1] = sum.y;
+    sums[4 * i + 2] = sum.z;
+    sums[4 * i + 3] = sum.w;
+  }
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::add_queries(const KeyWork& work, const Spot& spot, const float (&scale)[2]) {
+  const KeyItem& item = work.item;
+  const std::int64_t rows_q = p.sizes.forward.rows_q();
+  const int own = 16 * warp + lane / 4;
+  float* to = p.workspace.dq_sums +
+              (spot.head * rows_q + item.query_row + spot.first + own) * p.sizes.dims + work.part * Traits::kOut +
+              group * (Traits::kOut / 2) + 2 * quad();
+  wait_turn(work, spot);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (spot.first + own + 8 * r >= item.queries) continue;
+#pragma unroll
+    for (int i = 2 * r; i < static_cast<int>(Traits::kDqSums); i += 4) {
+      asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to + 8 * r * p.sizes.dims + 2 * (i - 2 * r)),
+                   "f"(dq[i] * scale[r]), "f"(dq[i + 1] * scale[r])
+                   : "memory");
+    }
+  }
+  end_turn(work, spot);
+}
+
+template <class Traits>
+__device__ std::uint32_t* KeyConsumer<Traits>::turn_of(const KeyWork& work, const Spot& spot) const {
+  const std::int64_t slot = spot.head * p.sizes.query_slots() + work.item.query_slot + spot.first / kQueryTile;
+  return p.workspace.turns + slot * p.sizes.parts + work.part;
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::wait_turn(const KeyWork& work, const Spot& spot) const {
+  if (!p.deterministic) return;
+  if (threadIdx.x == kWarpgroup) {
+    // Key tiles that see the same queries come one after the other, from the first of these.
+    const std::int64_t least = max(spot.first + work.item.offset() - p.band.left, std::int64_t{0});
+    const auto before = static_cast<std::uint32_t>(work.item.first_key / kTileRows - least / kTileRows);
+    const std::uint32_t* turn = turn_of(work, spot);
+    std::uint32_t now = 0;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    } while (now != before);
+  }
+  meet();
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::end_turn(const KeyWork& work, const Spot& spot) const {
+  if (!p.deterministic) return;
+  __threadfence();
+  meet();
+  if (threadIdx.x == kWarpgroup) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn_of(work, spot)) : "memory");
+  }
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::store_nothing(const KeyWork& work) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(Traits::kSums); ++i) dk[i] = dv[i] = 0;
+  write(work, kLeastRaised, 0);
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::store(const KeyWork& work) {
+  if (kept().moved != 0) move_sums();
+  write(work, kept().raised, kept().base);
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::write(const KeyWork& work, int raised, int base) {
+  const Sizes& sizes = p.sizes.forward;
+  const float by_dk = scale_of(raised);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (key() + r >= work.item.keys) continue;
+    const std::int64_t row = std::int64_t{work.item.key_row} + key() + r;
+    const int first = work.part * Traits::kOut + 2 * quad();
+    float* to_dk = p.workspace.dk_sums + (work.kv_head * sizes.rows_k() + row) * p.sizes.dims + first;
+    const std::int64_t to_dv = (row * sizes.kv_heads + work.kv_head) * sizes.value_dim + first;
+#pragma unroll
+    for (int i = 2 * r; i < static_cast<int>(Traits::kSums); i += 4) {
+      const int dim = 2 * (i - 2 * r);
+      *reinterpret_cast<float2*>(to_dk + dim) = {dk[i] * by_dk, dk[i + 1] * by_dk};
+      if (first + dim < sizes.value_dim) {
+        write_pair(to_dv + dim, ldexpf(dv[i], base - 8), ldexpf(dv[i + 1], base - 8));
+      }
+    }
+  }
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::write_pair(std::int64_t at, float low, float high) const {
+  switch (p.dtype) {
+    case DType::bf16:
+      *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p.dv) + at) = __floats2bfloat162_rn(low, high);
+      break;
+    case DType::f16: *reinterpret_cast<__half2*>(static_cast<__half*>(p.dv) + at) = __floats2half2_rn(low, high); break;
+    default: *reinterpret_cast<float2*>(static_cast<float*>(p.dv) + at) = {low, high};
+  }
+}
+
+}  // namespace mxflash::cuda
