@@ -165,6 +165,7 @@ void expect_item(const cuda::KeyItem& item, const Document& document, const Mask
   EXPECT_EQ(item.queries, document.q_length) << where;
   EXPECT_EQ(item.query_column, (document.q_begin / 16 + item.document) * 16) << where;
   EXPECT_EQ(item.query_slot, document.q_begin / 64 + item.document) << where;
+  EXPECT_EQ(item.keys_of_document, document.k_length) << where;
   const KeyRange seen = queries_that_see(document, mask, item.first_key, end);
   EXPECT_EQ(item.first_tile, seen.begin / 64) << where;
   EXPECT_EQ(item.end_tile, (seen.end + 63) / 64) << where;
