@@ -1,4 +1,5 @@
-// The backward on E4M3 codes: the records its kernels hand to each other, and what the host calls. No CUDA headers here.
+// The backward on E4M3 codes: the records its kernels hand to each other, and what the host calls. No CUDA headers
+// here.
 //
 // schedule: key tiles, longest first.  prepare: dO to codes and D; q, k, dO codes transposed, v codes by rows; one
 // record a tile of queries.  backward: a key tile walks the queries that see it; dK and dV stay with it, dQ is added up
@@ -35,8 +36,8 @@ struct BackwardSizes {
 };
 
 /// What a tile of 64 queries and one head brings along: copied whole into shared memory. Queries past the document's
-/// end have zeros. NaN in `factor` (q is poisoned) or `weight` and `slope` (dO is), or in `offset` (O, dLSE), reaches the
-/// keys that see the query.
+/// end have zeros. NaN in `factor` (q is poisoned) or `weight` and `slope` (dO is), or in `offset` (O, dLSE), reaches
+/// the keys that see the query.
 struct alignas(16) QueryTile {
   float factor[kQueryTile];  ///< 2^(exponent of q) scale log2(e)
   float base[kQueryTile];    ///< RowRecord::base
@@ -87,17 +88,17 @@ struct BackwardWorkspace {
   std::int32_t* order = nullptr;       ///< [tile_slots]; within a document and equal costs, rising.
   void* sort = nullptr;
   std::size_t sort_bytes = 0;
-  std::uint32_t* turns = nullptr;          ///< [heads, query_slots, parts]: key tiles that have added to dQ.
-  std::int32_t* dout_base = nullptr;       ///< [heads, documents]: largest exponent of dO; INT32_MIN: none
-  DoutRecord* dout_records = nullptr;      ///< [heads, rows_q]
-  QueryTile* query_tiles = nullptr;        ///< [heads, query_slots]
-  std::uint8_t* dout_codes = nullptr;      ///< E4M3 [heads, rows_q, dims], and 128 rows of anything
-  std::uint8_t* dout_columns = nullptr;    ///< E4M3 [heads, dims, query_columns]
-  std::uint8_t* query_columns = nullptr;   ///< E4M3 [heads, dims, query_columns]
-  std::uint8_t* key_columns = nullptr;     ///< E4M3 [kv_heads, dims, columns]
-  std::uint8_t* value_rows = nullptr;      ///< E4M3 [kv_heads, rows_k, dims], and 128 rows of anything
-  float* dq_sums = nullptr;                ///< [heads, rows_q, dims], zero before `backward`
-  float* dk_sums = nullptr;                ///< [kv_heads, rows_k, dims]
+  std::uint32_t* turns = nullptr;         ///< [heads, query_slots, parts]: key tiles that have added to dQ.
+  std::int32_t* dout_base = nullptr;      ///< [heads, documents]: largest exponent of dO; INT32_MIN: none
+  DoutRecord* dout_records = nullptr;     ///< [heads, rows_q]
+  QueryTile* query_tiles = nullptr;       ///< [heads, query_slots]
+  std::uint8_t* dout_codes = nullptr;     ///< E4M3 [heads, rows_q, dims], and 128 rows of anything
+  std::uint8_t* dout_columns = nullptr;   ///< E4M3 [heads, dims, query_columns]
+  std::uint8_t* query_columns = nullptr;  ///< E4M3 [heads, dims, query_columns]
+  std::uint8_t* key_columns = nullptr;    ///< E4M3 [kv_heads, dims, columns]
+  std::uint8_t* value_rows = nullptr;     ///< E4M3 [kv_heads, rows_k, dims], and 128 rows of anything
+  float* dq_sums = nullptr;               ///< [heads, rows_q, dims], zero before `backward`
+  float* dk_sums = nullptr;               ///< [kv_heads, rows_k, dims]
   /// [blocks, scratch_bytes()]: sums of dK and dV on their way from the tensor cores' accumulators.
   std::byte* scratch = nullptr;
 };

@@ -17,7 +17,7 @@ struct QuerySpan {
   std::int64_t end;
 };
 
-/// Key j is seen by the queries j - offset - right to j - offset + left, offset being keys - queries of the document.
+/// Key j is seen by the queries j - offset - right to j - offset + left.
 __device__ QuerySpan queries_of(const KeyItem& item, const Band& band) {
   const std::int64_t begin = max(item.first_key - item.offset() - band.right, std::int64_t{0});
   const std::int64_t end =
