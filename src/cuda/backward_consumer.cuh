@@ -57,6 +57,9 @@ class KeyConsumer {
   static __device__ float scale_of(int raised) { return __int_as_float((raised - 8) << 23); }
   static __device__ float inverse_of(int raised) { return __int_as_float((262 - raised) << 23); }
 
+  /// Of scales, for a token far larger than those that see it: a pair that is not seen has dS 0, and 0 inf is NaN.
+  static __device__ float finite_product(float a, float b) { return fminf(a * b, 3e38F); }
+
   [[nodiscard]] __device__ int quad() const { return lane % 4; }
   /// Of the tile, for r = 0.
   [[nodiscard]] __device__ int key() const { return group * 64 + warp * 16 + lane / 4 * 2; }

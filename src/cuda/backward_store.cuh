@@ -40,7 +40,7 @@ __device__ void KeyConsumer<Traits>::enter(const KeyWork& work, std::int32_t hea
   if (product_ == ScaleOut::One) scale_sums(dv, ldexpf(1.0F, kept().base - base));
   KeyRows& rows = this->rows();
 #pragma unroll
-  for (int r = 0; r < 2; ++r) rows.weight[r] = ldexpf(rows.light[r], -base);
+  for (int r = 0; r < 2; ++r) rows.weight[r] = finite_product(rows.light[r], ldexpf(1.0F, -base));
   __syncwarp();
   if (lane == 0) kept().base = base;
   __syncwarp();

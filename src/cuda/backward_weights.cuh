@@ -159,12 +159,12 @@ __device__ void KeyConsumer<Traits>::encode_for_keys() {
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
     const float4 scale = four(of.scale, 16 * a + 4 * quad());
+    const float by[] = {finite_product(scale.x, inverse), finite_product(scale.y, inverse),
+                        finite_product(scale.z, inverse), finite_product(scale.w, inverse)};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      slopes[code_at(a, r)] = to_e4m3(gradients[at(a, r, 0)] * (scale.x * inverse),
-                                      gradients[at(a, r, 1)] * (scale.y * inverse),
-                                      gradients[at(a, r, 2)] * (scale.z * inverse),
-                                      gradients[at(a, r, 3)] * (scale.w * inverse));
+      slopes[code_at(a, r)] = to_e4m3(gradients[at(a, r, 0)] * by[0], gradients[at(a, r, 1)] * by[1],
+                                      gradients[at(a, r, 2)] * by[2], gradients[at(a, r, 3)] * by[3]);
     }
   }
 }
@@ -183,8 +183,8 @@ __device__ void KeyConsumer<Traits>::encode_by_square(float (&scale)[2]) {
   const float2 factor = fold();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float low = factor.x * inverse_of(raised[half]);
-    const float high = factor.y * inverse_of(raised[half]);
+    const float low = finite_product(factor.x, inverse_of(raised[half]));
+    const float high = finite_product(factor.y, inverse_of(raised[half]));
     std::uint32_t pairs[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
