@@ -1,5 +1,5 @@
-// Groups of 32 rows on their way through the quantizer: a warp copies them into its own part of shared memory, where it
-// can one group ahead, and reads them from there.
+// A warp's 32 rows on their way through the quantizer: it copies them into its own part of shared memory and reads them
+// from there.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,6 +11,8 @@ namespace mxflash::cuda {
 
 constexpr int kGroup = 32;  // Rows; and the tokens that share an exponent, where more than one does.
 constexpr int kChunk = 8;   // Dims that are read together.
+constexpr int kWarps = 4;   // Of a block: those that a full tile's groups take.
+static_assert(kWarps * kGroup == kTileRows);
 
 /// The larger magnitude, of some sign; a NaN stays one.
 __device__ inline float larger(float a, float b) {
@@ -96,7 +98,6 @@ struct Shape {
   static constexpr int kDims = kMostDims;
   static constexpr int kPitch = kDims * kBytes + 16;  // Bytes of a row; 16 more: rows in different banks.
   static constexpr int kStage = kGroup * kPitch;
-  static constexpr int kStages = kDims * kBytes <= 256 ? 2 : 1;
   // Of q and k: numbers of a lane, lanes of a row, rows at once.
   static constexpr int kOwn = 64;
   static constexpr int kLanes = kDims / kOwn;
@@ -106,9 +107,10 @@ struct Shape {
   static constexpr int kKeyLanes = 4;
   static constexpr int kHalves = kDims > 128 ? 2 : 1;
   static constexpr int kChunks = kDims / kHalves / kKeyLanes / kChunk;
-  /// Transposed codes; where the rows are still needed, beside them.
-  static constexpr int kTransposed = kDims * kGroup;
-  static constexpr int kShared = kStages * kStage + (kHalves > 1 ? kTransposed : 0);
+  /// Where transposed codes lie: over the rows, or beside them where those are still needed.
+  static constexpr int kTransposed = kHalves > 1 ? kStage : 0;
+  /// Of a warp.
+  static constexpr int kShared = kStage + (kHalves > 1 ? kDims * kGroup : 0);
 };
 
 /// Rows [first, first + count) of one head of a tensor.
@@ -126,36 +128,56 @@ struct Rows {
   }
   /// Whether tokens share an exponent.
   [[nodiscard]] __device__ bool alike() const { return source->scale_tokens > 1; }
+  /// Those of one group, up to 32; a count of 0 or less: none. (With max(0, ...) ptxas 13.0 fuses both into
+  /// VIMNMX.RELU, whose predicate it then takes for "32": rows of the next document would be read.)
+  [[nodiscard]] __device__ Rows group(int index) const {
+    return {source, dims, head, first + index * kGroup, min(kGroup, count - index * kGroup)};
+  }
 };
 
-__device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x % 32); }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x / 32); }
 
-/// The groups of a work item's or tile's rows, each in shared memory in turn. `end`: rows that are asked for; beyond
-/// those that there are, zeros.
+/// The warps of a block that have one head's tile, or queries of an item: one for each group of rows. Of short ones a
+/// block has several heads.
+struct Team {
+  int warps;
+  int group;  ///< This warp's.
+  std::int32_t head;
+
+  /// `place`: of the block, among those of the tile; fewer are needed the shorter it is.
+  __device__ Team(std::int32_t rows, std::int32_t place) {
+    const int shift = rows <= kGroup ? 0 : rows <= 2 * kGroup ? 1 : 2;
+    warps = 1 << shift;
+    group = warp_index() & (warps - 1);
+    head = place * (kWarps >> shift) + (warp_index() >> shift);
+  }
+  [[nodiscard]] __device__ int first_warp() const { return warp_index() - group; }
+  /// Of all its lanes.
+  [[nodiscard]] __device__ int lane() const { return group * 32 + lane_index(); }
+};
+
+/// A warp's group of rows in shared memory, with zeros where it has fewer than 32.
 template <class Shape>
-class Groups {
+class Group {
  public:
   using Type = typename Shape::Type;
   using Chunk = typename Type::Chunk;
 
-  __device__ Groups(const Rows& of, std::int32_t end, std::byte* shared) : rows(of), end_(end), shared_(shared) {
-    if (ahead()) copy(0);
+  __device__ Group(const Rows& of, std::byte* shared) : rows(of), staged_(shared) {}
+
+  /// The rows are on their way from here on.
+  __device__ void start() const {
+    if (rows.source->vectors) {
+      copy();
+    } else {
+      fill();
+    }
   }
 
-  /// Waits for the group that begins at `row`, those before it having been taken; copies of the next are under way
-  /// afterwards.
-  __device__ void take(std::int32_t row) {
-    __syncwarp();  // No lane needs the group before it any more.
-    staged_ = stage_of(row);
-    if (ahead()) {
-      copy(row + kGroup);
-      wait<1>();
-    } else if (rows.source->vectors) {
-      copy(row);
-      wait<0>();
-    } else {
-      fill(row);
-    }
+  /// Until they are there.
+  static __device__ void wait() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
   }
 
@@ -169,70 +191,52 @@ class Groups {
   const Rows rows;
 
  private:
-  [[nodiscard]] __device__ bool ahead() const { return Shape::kStages > 1 && rows.source->vectors; }
-
-  [[nodiscard]] __device__ std::byte* stage_of(std::int32_t row) const {
-    return shared_ + row / kGroup % Shape::kStages * Shape::kStage;
-  }
-
   static __device__ void copy16(std::uint32_t to, const void* from, int bytes) {
     // The rest of the 16 becomes zeros.
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
   }
 
-  /// One group of copies even where there are no rows: they are counted.
-  __device__ void copy(std::int32_t row) {
-    if (row < end_) {
-      constexpr int kUnitDims = 16 / Shape::kBytes;
-      constexpr int kUnits = Shape::kDims / kUnitDims;  // Of a row.
-      constexpr int kAtOnce = kUnits < 32 ? kUnits : 32;
-      constexpr int kStep = 32 / kAtOnce;
-      const int first = lane_index() / kAtOnce;
-      const int column = lane_index() % kAtOnce;
-      const auto* from = rows.at<Type>(row + first, column * kUnitDims);
-      const auto to =
-          static_cast<std::uint32_t>(__cvta_generic_to_shared(stage_of(row))) + first * Shape::kPitch + column * 16;
-      const std::int64_t step = kStep * rows.source->token_stride;
-      if (kUnits == kAtOnce && row + kGroup <= rows.count && rows.dims == Shape::kDims) {
+  __device__ void copy() const {
+    constexpr int kUnitDims = 16 / Shape::kBytes;
+    constexpr int kUnits = Shape::kDims / kUnitDims;  // Of a row.
+    constexpr int kAtOnce = kUnits < 32 ? kUnits : 32;
+    constexpr int kStep = 32 / kAtOnce;
+    const int first = lane_index() / kAtOnce;
+    const int column = lane_index() % kAtOnce;
+    const auto* from = rows.at<Type>(first, column * kUnitDims);
+    const auto to = static_cast<std::uint32_t>(__cvta_generic_to_shared(staged_)) + first * Shape::kPitch + column * 16;
+    const std::int64_t step = kStep * rows.source->token_stride;
+    if (kUnits == kAtOnce && rows.count == kGroup && rows.dims == Shape::kDims) {
 #pragma unroll
-        for (int r = 0; r < kGroup; r += kStep) {
-          copy16(to + r * Shape::kPitch, from, 16);
-          from += step;
-        }
-      } else {
-#pragma unroll 1
-        for (int r = 0; r < kGroup; r += kStep) {
-          for (int unit = 0; unit < kUnits; unit += kAtOnce) {
-            const bool inside = row + r + first < rows.count && (unit + column) * kUnitDims < rows.dims;
-            copy16(to + r * Shape::kPitch + unit * 16, from + unit * kUnitDims, inside ? 16 : 0);
-          }
-          from += step;
-        }
+      for (int r = 0; r < kGroup; r += kStep) {
+        copy16(to + r * Shape::kPitch, from, 16);
+        from += step;
       }
+      return;
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  }
-
-  template <int kUnderWay>
-  static __device__ void wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kUnderWay) : "memory");
+#pragma unroll 1
+    for (int r = 0; r < kGroup; r += kStep) {
+      for (int unit = 0; unit < kUnits; unit += kAtOnce) {
+        const bool inside = r + first < rows.count && (unit + column) * kUnitDims < rows.dims;
+        copy16(to + r * Shape::kPitch + unit * 16, from + unit * kUnitDims, inside ? 16 : 0);
+      }
+      from += step;
+    }
   }
 
   /// Rows that cannot be copied 16 bytes at a time.
-  __device__ void fill(std::int32_t row) {
+  __device__ void fill() const {
 #pragma unroll 2
     for (int r = 0; r < kGroup; ++r) {
       auto* to = reinterpret_cast<typename Type::Element*>(staged_ + r * Shape::kPitch);
 #pragma unroll
       for (int d = lane_index(); d < Shape::kDims; d += 32) {
-        to[d] = d < rows.dims && row + r < rows.count ? *rows.at<Type>(row + r, d) : typename Type::Element{};
+        to[d] = d < rows.dims && r < rows.count ? *rows.at<Type>(r, d) : typename Type::Element{};
       }
     }
   }
 
-  std::int32_t end_;
-  std::byte* shared_;
-  std::byte* staged_ = nullptr;
+  std::byte* staged_;
 };
 
 }  // namespace mxflash::cuda

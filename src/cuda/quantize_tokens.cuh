@@ -14,49 +14,42 @@ struct SomeStages {
   static __device__ bool has(int distance, std::int32_t dims) { return distance < dims; }
 };
 
-/// Rows, and where what becomes of them goes.
+/// A group of rows, and the place of the first one's scale among those of its head.
 struct TokenRows {
   Rows rows;
-  std::uint8_t* codes;  ///< Rows of `key_dims` bytes.
-  float* factors;       ///< Every second one: those of QueryScale or KeyScale.
-  float* norms;         ///< The same; none: only the largest is asked for.
+  std::int32_t place;
 };
 
 template <class Shape, class Stages>
 class Tokens {
  public:
   __device__ Tokens(const QuantizeArguments& arguments, const TokenRows& of, std::byte* shared)
-      : a(arguments), target(of), groups(of.rows, of.rows.count, shared) {}
+      : a(arguments), target(of), group(of.rows, shared) {}
 
-  /// Returns the largest norm that the lane has seen.
+  /// Returns the norm of one of the rows, or 0.
   __device__ float run() {
-    float largest = 0;
-    for (std::int32_t first = 0; first < target.rows.count; first += kGroup) {
-      groups.take(first);
-      const int end = min(kGroup, target.rows.count - first);
-      float shared = 0;
-      // Twice where an exponent follows from the whole group.
+    group.start();
+    park();
+    group.wait();
+    float shared = 0;
+    // Twice where an exponent follows from the whole group.
 #pragma unroll 1
-      for (int row = target.rows.alike() ? -kGroup : 0; row < end; row += Shape::kRows) {
-        const bool measuring = row < 0;
-        const int own_row = (measuring ? row + kGroup : row) + lane_index() % Shape::kRows;
-        read(own_row);
-        const float own = maximum();
-        if (measuring) {
-          shared = fmaxf(shared, largest_among<1, 32>(finite(own) ? own : 0.0F));
-          continue;
-        }
-        const Scale scale(own, target.rows.alike() ? shared : own);
-        const float norm = encode(scale, own_row);
-        largest = fmaxf(largest, norm);
-        if (part() == 0 && own_row < end) {
-          target.factors[2 * (first + own_row)] = scale.poisoned ? NAN : scale.factor();
-          if (target.norms != nullptr) target.norms[2 * (first + own_row)] = norm;
-        }
+    for (int row = target.rows.alike() ? -kGroup : 0; row < target.rows.count; row += Shape::kRows) {
+      const bool measuring = row < 0;
+      const int own_row = (measuring ? row + kGroup : row) + lane_index() % Shape::kRows;
+      read(own_row);
+      const float own = maximum();
+      if (measuring) {
+        shared = fmaxf(shared, largest_among<1, 32>(finite(own) ? own : 0.0F));
+        continue;
       }
-      store(first, end);
+      const Scale scale(own, target.rows.alike() ? shared : own);
+      const float norm = encode(scale, own_row);
+      if (part() == 0) *scale_of(own_row) = {scale.poisoned ? NAN : scale.factor(), norm};
     }
-    return largest;
+    __syncwarp();
+    store_codes();
+    return store_scale();
   }
 
  private:
@@ -67,7 +60,7 @@ class Tokens {
   __device__ void read(int row) {
 #pragma unroll
     for (int c = 0; c < Shape::kOwn / kChunk; ++c) {
-      Shape::Type::widen(groups.chunk(row, part() * (Shape::kOwn / kChunk) + c), x + c * kChunk);
+      Shape::Type::widen(group.chunk(row, part() * (Shape::kOwn / kChunk) + c), x + c * kChunk);
     }
     if (a.rotation_shift >= 0) rotate(__int_as_float((127 - a.rotation_shift) << 23));
   }
@@ -122,7 +115,7 @@ class Tokens {
     const float inverse = scale.inverse();
     float sums[4] = {0, 0, 0, 0};
     __syncwarp();  // The lanes of the row have read it.
-    auto* to = reinterpret_cast<uint4*>(groups.staged() + row * Shape::kPitch + part() * Shape::kOwn);
+    auto* to = reinterpret_cast<uint4*>(group.staged() + row * Shape::kPitch + part() * Shape::kOwn);
 #pragma unroll
     for (int d = 0; d < Shape::kOwn; d += 16) {
       std::uint32_t words[4];
@@ -146,14 +139,37 @@ class Tokens {
     return scale.poisoned ? 0.0F : (root * 1.07F + static_cast<float>(target.rows.dims) / 1024.0F) * scale.factor();
   }
 
-  __device__ void store(std::int32_t first, int rows) const {
-    __syncwarp();
+  [[nodiscard]] __device__ bool queries() const { return target.rows.source == &a.q; }
+
+  /// Where rows go, while the butterflies have the registers: behind the first row, where no copy writes.
+  struct Parked {
+    std::int32_t head;
+    std::int32_t first;
+    std::int32_t place;
+  };
+  static_assert(sizeof(Parked) <= Shape::kPitch - Shape::kDims * Shape::kBytes);
+  [[nodiscard]] __device__ Parked* parked() const {
+    return reinterpret_cast<Parked*>(group.staged() + Shape::kDims * Shape::kBytes);
+  }
+  __device__ void park() const {
+    if (lane_index() == 0) *parked() = {target.rows.head, target.rows.first, target.place};
+  }
+
+  /// Behind the row's codes.
+  [[nodiscard]] __device__ QueryScale* scale_of(int row) const {
+    return reinterpret_cast<QueryScale*>(group.staged() + row * Shape::kPitch + Shape::kDims);
+  }
+
+  __device__ void store_codes() const {
     constexpr int kUnits = Shape::kDims / 16;  // Of a row.
-    auto* to = reinterpret_cast<uint4*>(target.codes + std::int64_t{first} * a.sizes.key_dims);
+    const std::int32_t count = target.rows.count;
+    const std::int64_t place = parked()->head * (queries() ? a.sizes.rows_q() : a.sizes.rows_k()) + parked()->first;
+    std::uint8_t* codes = queries() ? a.workspace.query_codes : a.workspace.key_codes;
+    auto* to = reinterpret_cast<uint4*>(codes + place * a.sizes.key_dims);
     const auto from = [this](int row, int unit) {
-      return *reinterpret_cast<const uint4*>(groups.staged() + row * Shape::kPitch + unit * 16);
+      return *reinterpret_cast<const uint4*>(group.staged() + row * Shape::kPitch + unit * 16);
     };
-    if (rows == kGroup && a.sizes.key_dims == Shape::kDims) {
+    if (count == kGroup && a.sizes.key_dims == Shape::kDims) {
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) {
         to[i * 32 + lane_index()] = from(i * (32 / kUnits) + lane_index() / kUnits, lane_index() % kUnits);
@@ -162,12 +178,25 @@ class Tokens {
     }
     const int units = a.sizes.key_dims / 16;
 #pragma unroll 1
-    for (int i = lane_index(); i < rows * units; i += 32) to[i] = from(i / units, i % units);
+    for (int i = lane_index(); i < count * units; i += 32) to[i] = from(i / units, i % units);
+  }
+
+  /// A row each lane; returns its norm.
+  __device__ float store_scale() const {
+    if (lane_index() >= target.rows.count) return 0;
+    const QueryScale scale = *scale_of(lane_index());
+    const std::int32_t place = parked()->place + lane_index();
+    if (queries()) {
+      a.workspace.query_scale[parked()->head * a.sizes.rows_q() + place] = scale;
+    } else {
+      a.workspace.key_scale[parked()->head * a.sizes.columns() + place].factor = scale.factor;
+    }
+    return scale.norm;
   }
 
   const QuantizeArguments& a;
   const TokenRows& target;
-  Groups<Shape> groups;
+  Group<Shape> group;
   float x[Shape::kOwn];
 };
 
