@@ -41,6 +41,22 @@ __device__ inline std::int32_t document_of_token(const std::int32_t* offsets, st
   return last_document(documents, [&](std::int32_t document) { return offsets[document] <= token; });
 }
 
+/// One side of the pack.
+struct Side {
+  const std::int32_t* offsets = nullptr;
+  std::int32_t documents = 0;
+  std::int32_t tokens = 0;
+};
+
+/// Columns from `column` on, `most` at most, that a document's last tile has to fill: up to those of the next document
+/// that has tokens. `end`: the token after the document's last.
+__device__ inline std::int32_t columns_to_fill(const Side& side, std::int32_t end, std::int32_t column,
+                                               std::int32_t most) {
+  if (end >= side.tokens) return most;
+  const std::int32_t next = document_of_token(side.offsets, side.documents, end);
+  return min(most, first_column(side.offsets, next) - column);
+}
+
 struct KeySpan {
   std::int64_t begin;
   std::int64_t end;

@@ -1,9 +1,9 @@
-// The work list, made on the device: one thread a slot finds its block of queries, CUB sorts.
+// The work list, made on the device: one thread a slot finds its block of queries, the sort puts the longest first.
 #include <algorithm>
-#include <cub/device/device_radix_sort.cuh>
 
 #include "cuda/documents.cuh"
 #include "cuda/kernels.hpp"
+#include "cuda/sort.hpp"
 
 namespace mxflash::cuda {
 namespace {
@@ -62,9 +62,8 @@ __device__ KeyTile tile_of(const ScheduleArguments& a, std::int32_t slot) {
   tile.keys = min(kTileRows, end - tile.row);
   tile.column = first_column(a.offsets.k, document) + begin;
   tile.columns = kTileRows;
-  if (end > tile.row + kTileRows || end >= a.sizes.tokens_k) return tile;
-  const std::int32_t next = document_of_token(a.offsets.k, a.sizes.documents, end);
-  tile.columns = min(kTileRows, first_column(a.offsets.k, next) - tile.column);
+  if (end > tile.row + kTileRows) return tile;
+  tile.columns = columns_to_fill({a.offsets.k, a.sizes.documents, a.sizes.tokens_k}, end, tile.column, kTileRows);
   return tile;
 }
 
@@ -91,23 +90,7 @@ __global__ void items_kernel(const ScheduleArguments a) {
   a.workspace.slots[slot] = slot;
 }
 
-/// Bits that the largest cost can have: one pass of the sort fewer for each eight that are not there.
-int cost_bits(const Sizes& sizes) {
-  const auto most = static_cast<std::uint64_t>(sizes.tokens_k) * kTileRows + 1;
-  int bits = 0;
-  while ((most >> bits) != 0) ++bits;
-  return bits;
-}
-
 }  // namespace
-
-std::int64_t sort_scratch_bytes(std::int64_t slots) {
-  std::size_t bytes = 0;
-  const cudaError_t error = cub::DeviceRadixSort::SortPairsDescending(
-      nullptr, bytes, static_cast<const std::uint64_t*>(nullptr), static_cast<std::uint64_t*>(nullptr),
-      static_cast<const std::int32_t*>(nullptr), static_cast<std::int32_t*>(nullptr), slots);
-  return error == cudaSuccess ? static_cast<std::int64_t>(bytes) : -static_cast<std::int64_t>(error);
-}
 
 int launch_schedule(const ScheduleArguments& arguments, void* stream) {
   auto* on = static_cast<cudaStream_t>(stream);
@@ -119,9 +102,9 @@ int launch_schedule(const ScheduleArguments& arguments, void* stream) {
   if (threads == 0) return cudaSuccess;
   items_kernel<<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, on>>>(arguments);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  std::size_t bytes = work.sort_bytes;
-  return cub::DeviceRadixSort::SortPairsDescending(work.sort, bytes, work.costs, work.costs_out, work.slots, work.order,
-                                                   slots, 0, cost_bits(arguments.sizes), on);
+  const auto most_cost = static_cast<std::uint64_t>(arguments.sizes.tokens_k) * kTileRows + 1;
+  return sort_falling({work.costs, work.costs_out, work.slots, work.order, slots, work.sort, work.sort_bytes},
+                      most_cost, stream);
 }
 
 }  // namespace mxflash::cuda

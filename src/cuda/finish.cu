@@ -1,0 +1,131 @@
+// dQ and dK out of their sums: rotated back and rounded. A lane has eight dims of a row.
+#include <algorithm>
+
+#include "cuda/backward.hpp"
+#include "cuda/outputs.cuh"
+
+namespace mxflash::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kOwn = 8;
+
+/// A head of dq, or after those one of dk.
+struct Head {
+  const float* sums;  ///< Rows of `dims`.
+  void* out;
+  std::int32_t tokens;
+  std::int32_t heads;
+  std::int32_t index;
+};
+
+__device__ Head head_of(const FinishArguments& a, std::int32_t index) {
+  const Sizes& sizes = a.sizes.forward;
+  if (index < sizes.heads) {
+    return {a.workspace.dq_sums + index * sizes.rows_q() * a.sizes.dims, a.dq, sizes.tokens_q, sizes.heads, index};
+  }
+  index -= sizes.heads;
+  return {a.workspace.dk_sums + index * sizes.rows_k() * a.sizes.dims, a.dk, sizes.tokens_k, sizes.kv_heads, index};
+}
+
+/// The contract's order: the power of two, then distances 1, 2, 4 and up. Lanes next to each other have the next dims.
+__device__ void rotate_back(const FinishArguments& a, float (&x)[kOwn]) {
+  const float factor = __int_as_float((127 - a.rotation_shift) << 23);
+#pragma unroll
+  for (float& value : x) value *= factor;
+#pragma unroll
+  for (int half = 1; half < kOwn; half *= 2) {
+#pragma unroll
+    for (int d = 0; d < kOwn; ++d) {
+      if ((d & half) != 0) continue;
+      const float low = x[d];
+      const float high = x[d + half];
+      x[d] = low + high;
+      x[d + half] = low - high;
+    }
+  }
+  for (int half = kOwn; half < a.sizes.forward.head_dim; half *= 2) {
+    const int distance = half / kOwn;
+    // The sum, or in the upper lane the difference: a product with 1 or -1 is exact.
+    const float sign = (threadIdx.x & static_cast<unsigned>(distance)) == 0 ? 1.0F : -1.0F;
+#pragma unroll
+    for (float& value : x) value = fmaf(value, sign, __shfl_xor_sync(0xFFFFFFFFU, value, distance));
+  }
+}
+
+__device__ void store(const float (&x)[kOwn], __nv_bfloat16* to) {
+  __nv_bfloat162 out[kOwn / 2];
+#pragma unroll
+  for (int i = 0; i < kOwn / 2; ++i) out[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(out);
+}
+__device__ void store(const float (&x)[kOwn], __half* to) {
+  __half2 out[kOwn / 2];
+#pragma unroll
+  for (int i = 0; i < kOwn / 2; ++i) out[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(out);
+}
+__device__ void store(const float (&x)[kOwn], float* to) {
+  *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
+  *reinterpret_cast<float4*>(to + 4) = {x[4], x[5], x[6], x[7]};
+}
+
+/// Nothing is read where offsets are malformed.
+__device__ void write_all_nan(const FinishArguments& a) {
+  const Sizes& sizes = a.sizes.forward;
+  write_nan(a.dq, std::int64_t{sizes.tokens_q} * sizes.heads * sizes.head_dim, a.dtype);
+  write_nan(a.dk, std::int64_t{sizes.tokens_k} * sizes.kv_heads * sizes.head_dim, a.dtype);
+  write_nan(a.dv, std::int64_t{sizes.tokens_k} * sizes.kv_heads * sizes.value_dim, a.dtype);
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads) finish_kernel(const FinishArguments a) {
+  if (a.saved.control->status != 0) {
+    write_all_nan(a);
+    return;
+  }
+  const auto lanes = static_cast<unsigned>(a.sizes.dims / kOwn);  // Of a row.
+  const Head head = head_of(a, static_cast<std::int32_t>(blockIdx.y));
+  const std::int64_t token = std::int64_t{blockIdx.x} * (kThreads / lanes) + threadIdx.x / lanes;
+  const int dim = static_cast<int>(threadIdx.x % lanes) * kOwn;
+  const bool inside = token < head.tokens && dim < a.sizes.forward.head_dim;
+  float x[kOwn] = {};
+  if (inside) {
+    const auto* from = reinterpret_cast<const float4*>(head.sums + token * a.sizes.dims + dim);
+    const float4 both[] = {__ldcs(from), __ldcs(from + 1)};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      x[4 * i] = both[i].x;
+      x[4 * i + 1] = both[i].y;
+      x[4 * i + 2] = both[i].z;
+      x[4 * i + 3] = both[i].w;
+    }
+  }
+  if (a.rotation_shift >= 0) rotate_back(a, x);
+  if (!inside) return;
+  store(x, static_cast<Element*>(head.out) + (token * head.heads + head.index) * a.sizes.forward.head_dim + dim);
+}
+
+template <class Element>
+cudaError_t launch(const FinishArguments& a, cudaStream_t stream) {
+  const Sizes& sizes = a.sizes.forward;
+  const int rows = kThreads / (a.sizes.dims / kOwn);  // Of a block.
+  const auto blocks = static_cast<unsigned>((std::max(sizes.tokens_q, sizes.tokens_k) + rows - 1) / rows);
+  const auto heads = static_cast<unsigned>(sizes.heads + sizes.kv_heads);
+  if (blocks == 0 || heads == 0) return cudaSuccess;
+  finish_kernel<Element><<<dim3(blocks, heads), kThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int launch_finish(const FinishArguments& arguments, void* stream) {
+  auto* on = static_cast<cudaStream_t>(stream);
+  switch (arguments.dtype) {
+    case DType::bf16: return launch<__nv_bfloat16>(arguments, on);
+    case DType::f16: return launch<__half>(arguments, on);
+    default: return launch<float>(arguments, on);
+  }
+}
+
+}  // namespace mxflash::cuda
