@@ -1,10 +1,13 @@
-"""Who is compared on a GPU: each is made for one pack and gives back a call without arguments, which returns o; an
-attribute `factor` says what it is multiplied by. Whoever cannot take part says why."""
+"""Who is compared on a GPU, each made for one pack, and what is right. Whoever cannot take part says why."""
 
+import functools
 import importlib
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -25,26 +28,72 @@ def package(module, wheel):
         raise AbsentError(f"package {wheel} does not load ({error})") from None
 
 
+def as_is(tensor):
+    return tensor
+
+
+@dataclass
+class Contestant:
+    """Attention of one pack, with tensors that lie as it likes them best."""
+
+    attend: Callable[..., torch.Tensor]  # (q, k, v) -> o
+    inputs: list[torch.Tensor]
+    to_pack: Callable[[torch.Tensor], torch.Tensor] = as_is  # Any of the four as [tokens, heads, dims].
+    from_pack: Callable[[torch.Tensor], torch.Tensor] = as_is  # The other way.
+    factor: float = 1.0  # What o is multiplied by.
+    phases: tuple[str, ...] = ("forward", "backward", "training")
+
+    def call(self, phase: str, do: torch.Tensor) -> Callable[[], object]:
+        """What is timed. forward: without gradients, o. backward: after a forward, the gradients. training: both."""
+        if phase == "forward":
+            return torch.no_grad()(lambda: self.attend(*self.inputs))
+        leaves = [tensor.detach().requires_grad_() for tensor in self.inputs]
+        do = self.from_pack(do)
+        if phase == "training":
+            return lambda: torch.autograd.grad(self.attend(*leaves), leaves, do)
+        o = self.attend(*leaves)
+        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+
+def heads_first(tensor):
+    """[tokens, heads, dims] as [1, heads, tokens, dims], and back."""
+    return tensor.transpose(0, 1)[None] if tensor.ndim == 3 else tensor[0].transpose(0, 1)
+
+
+def relative(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def largest(errors):
+    """NaN is larger than anything."""
+    return max(errors, key=lambda error: float("inf") if error[0] != error[0] else error[0])
+
+
 class Pack:
-    """Random BF16 tensors [tokens, heads, dims] of one packing, and what is right for some of the rows."""
+    """Random BF16 tensors [tokens, heads, dims] of one packing, and what is right for some of the rows and heads."""
 
     def __init__(self, lengths, kv_heads, causal):
         self.lengths, self.kv_heads, self.causal, self.tokens = lengths, kv_heads, causal, sum(lengths)
         generator = torch.Generator("cuda").manual_seed(0)
-        shapes = ((HEADS, DIM), (kv_heads, DIM), (kv_heads, DIM))
-        self.q, self.k, self.v = (
+        shapes = ((HEADS, DIM), (kv_heads, DIM), (kv_heads, DIM), (HEADS, DIM))
+        self.q, self.k, self.v, self.do = (
             torch.randn(self.tokens, *shape, device="cuda", dtype=torch.bfloat16, generator=generator)
             for shape in shapes
         )
         self.offsets = torch.tensor([0, *lengths], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.truth = [self._exact(document, head) for document in self._checked() for head in (0, HEADS - 1)]
 
-    def dense(self):
-        """q, k and v as [documents, heads, length, dims]."""
+    def tensors(self):
+        return [self.q, self.k, self.v]
+
+    def to_dense(self, tensor):
+        """As [documents, heads, length, dims]."""
         if len(set(self.lengths)) != 1 or self.kv_heads != HEADS:
             raise AbsentError("takes documents of one length")
-        shape = (len(self.lengths), self.lengths[0], HEADS, DIM)
-        return [x.view(shape).transpose(1, 2) for x in (self.q, self.k, self.v)]
+        return tensor.view(len(self.lengths), self.lengths[0], HEADS, DIM).transpose(1, 2)
+
+    def from_dense(self, tensor):
+        return tensor.transpose(1, 2).reshape(self.tokens, HEADS, DIM)
 
     def repeated(self):
         """k and v with a head for each of q."""
@@ -68,21 +117,69 @@ class Pack:
             scores.masked_fill_(torch.arange(length, device="cuda") > rows[:, None], -torch.inf)
         return begin + rows, head, scores.softmax(-1) @ v
 
-    def worst(self, call):
-        """(the largest relative L2 error over the documents and heads that are checked, where)."""
-        o = call().float().reshape(self.tokens, HEADS, DIM) / getattr(call, "factor", 1.0)
-        errors = []
-        for rows, head, want in self.truth:
-            got = o[rows, head].double()
-            errors.append((((got - want).norm() / want.norm()).item(), f"rows from {rows[0].item()}, head {head}"))
-        return max(errors, key=lambda error: float("inf") if error[0] != error[0] else error[0])
+    def _exact_gradients(self, document, kv):
+        """(dq, dk, dv) of a document in one head of k and v and those of q that it serves, in float64."""
+        begin, group = sum(self.lengths[:document]), HEADS // self.kv_heads
+        rows, heads = slice(begin, begin + self.lengths[document]), range(kv * group, (kv + 1) * group)
+        k, v = self.k[rows, kv].double(), self.v[rows, kv].double()
+        dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+        for head in heads:
+            q, do = self.q[rows, head].double(), self.do[rows, head].double()
+            weights = q @ k.T / DIM**0.5
+            if self.causal:
+                weights.masked_fill_(torch.ones_like(weights, dtype=torch.bool).triu_(1), -torch.inf)
+            weights = weights.softmax(-1)
+            dv += weights.T @ do
+            slopes = do @ v.T
+            slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True)) / DIM**0.5
+            dq.append(slopes @ k)
+            dk += slopes.T @ q
+        return torch.stack(dq, 1), dk, dv
+
+    @functools.cached_property
+    def _true_gradients(self):
+        """(rows, head of k and v, its gradients): whole documents, in the first and the last of these heads."""
+        checked = [(document, kv) for document in self._checked() for kv in {0, self.kv_heads - 1}]
+        begins = [sum(self.lengths[:document]) for document, _ in checked]
+        return [
+            (slice(begin, begin + self.lengths[document]), kv, self._exact_gradients(document, kv))
+            for begin, (document, kv) in zip(begins, checked, strict=True)
+        ]
+
+    def worst(self, contestant):
+        """(the largest relative L2 error of o over the documents and heads that are checked, where)."""
+        o = contestant.to_pack(contestant.call("forward", self.do)())
+        o = o.float().reshape(self.tokens, HEADS, DIM) / contestant.factor
+        return largest(
+            (relative(o[rows, head], want), f"rows from {rows[0].item()}, head {head}")
+            for rows, head, want in self.truth
+        )
+
+    def worst_gradient(self, contestant):
+        """The same of dq, dk and dv."""
+        dq, dk, dv = (contestant.to_pack(x) for x in contestant.call("training", self.do)())
+        # Of k and v that were repeated: added up over the heads that are one.
+        dk, dv = (x.float().reshape(self.tokens, self.kv_heads, -1, DIM).sum(2) for x in (dk, dv))
+        group, errors = HEADS // self.kv_heads, []
+        for rows, kv, truth in self._true_gradients:
+            got = dq[rows, kv * group : (kv + 1) * group], dk[rows, kv], dv[rows, kv]
+            for name, a, b in zip(("dq", "dk", "dv"), got, truth, strict=True):
+                errors.append((relative(a, b), f"{name} of rows from {rows.start}, kv head {kv}"))
+        return largest(errors)
 
 
-def mxflash(recipe):
+def mxflash(recipe, deterministic=True):
     def make(pack):
         from mxflash.torch import attention
 
-        return lambda: attention(pack.q, pack.k, pack.v, pack.offsets, recipe=recipe, causal=pack.causal)
+        def attend(q, k, v):
+            settings = {"recipe": recipe, "causal": pack.causal, "deterministic": deterministic}
+            return attention(q, k, v, pack.offsets, **settings)
+
+        contestant = Contestant(attend, pack.tensors())
+        if not deterministic:
+            contestant.phases = ("backward", "training")  # The forward is the same.
+        return contestant
 
     return make
 
@@ -90,11 +187,13 @@ def mxflash(recipe):
 def varlen(pack):
     function = package("torch.nn.attention.varlen", "torch").varlen_attn
     longest = max(pack.lengths)
-    k, v = pack.repeated()
     # The argument has had two names.
     named = "is_causal" in inspect.signature(function).parameters
     mask = {"is_causal": pack.causal} if named else {"window_size": (-1, 0 if pack.causal else -1)}
-    return lambda: function(pack.q, k, v, pack.offsets, pack.offsets, longest, longest, **mask)
+    return Contestant(
+        lambda q, k, v: function(q, k, v, pack.offsets, pack.offsets, longest, longest, **mask),
+        [pack.q, *pack.repeated()],
+    )
 
 
 def flex(pack):
@@ -108,12 +207,17 @@ def flex(pack):
         return (document[query] == document[key]) & (query >= key)
 
     torch._dynamo.reset()  # It compiles a function so many times, and then no more.
+    functorch_config.donated_buffer = False  # A backward is run more than once here.
     mask = causal if pack.causal else full
     block_mask = torch.compile(create_block_mask)(mask, None, None, pack.tokens, pack.tokens, device="cuda")
-    q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (pack.q, pack.k, pack.v))
     compiled = torch.compile(flex_attention, dynamic=False)
     gqa = pack.kv_heads != HEADS
-    return lambda: compiled(q, k, v, block_mask=block_mask, enable_gqa=gqa)[0].transpose(0, 1)
+    return Contestant(
+        lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=gqa),
+        [heads_first(x).contiguous() for x in pack.tensors()],
+        heads_first,
+        lambda x: heads_first(x).contiguous(),
+    )
 
 
 def flash4(pack):
@@ -127,26 +231,26 @@ def flash4(pack):
         "causal": pack.causal,
     }
 
-    def call():
-        out = function(pack.q, pack.k, pack.v, **settings)
+    def attend(q, k, v):
+        out = function(q, k, v, **settings)
         return out[0] if isinstance(out, tuple) else out
 
-    return call
+    return Contestant(attend, pack.tensors())
 
 
 def cudnn(pack):
-    q, k, v = pack.dense()
-
-    def call():
+    def attend(q, k, v):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=pack.causal).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=pack.causal)
 
-    return call
+    inputs = [pack.to_dense(x) for x in pack.tensors()]
+    # dO lies as o does: [documents, length, heads, dims] in memory.
+    return Contestant(attend, inputs, pack.from_dense, pack.to_dense)
 
 
 def cudnn_fp8(pack):
-    """One scale a tensor; making the codes is not in the call. O in E4M3: cuDNN 9.19 has no other on Hopper."""
-    dense = pack.dense()
+    """Forward only. One scale a tensor; making the codes is not in it. O in E4M3: cuDNN 9.19 has no other on Hopper."""
+    dense = [pack.to_dense(x) for x in pack.tensors()]
     library = package("cudnn", "nvidia-cudnn-frontend")
     real, e4m3 = library.data_type.FLOAT, library.data_type.FP8_E4M3
     scales = [x.abs().amax().float() / 448 for x in dense]
@@ -184,12 +288,11 @@ def cudnn_fp8(pack):
     workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device="cuda")
     handed = dict(zip([*inputs, *scalars, out, *maxima], [*codes, *factors, o, *largest], strict=True))
 
-    def call():
+    def attend():
         graph.execute(handed, workspace, handle=handle)
-        return o.transpose(1, 2)
+        return o
 
-    call.factor = result.item()
-    return call
+    return Contestant(attend, [], pack.from_dense, factor=result.item(), phases=("forward",))
 
 
 # (how it is made, its largest relative L2 error). BF16 rounds by 2^-9 of a value. E4M3 rounds by about 2.6 % of a value

@@ -1,20 +1,10 @@
-"""The forward on CUDA tensors: torch's device, memory and stream; it waits for nothing unless asked to."""
+"""Attention on CUDA tensors: torch's device, memory and stream; it waits for nothing unless asked to."""
 
 import torch
 
 from mxflash import _native
 
 ENGINES = ("auto", "cuda")
-
-
-def refuse_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """RuntimeError where autograd would later ask for what there is not."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name}: one that requires a gradient given, none on {tensor.device} allowed (torch.no_grad(), or "
-                "detach(): the cuda engine has no backward yet; on the host there is one)"
-            )
 
 
 def refuse_engine(engine: str, device: torch.device) -> None:
@@ -29,13 +19,34 @@ def one_document(tensor: torch.Tensor) -> torch.Tensor:
     return torch.arange(2, dtype=torch.int32, device=tensor.device).mul_(tokens)
 
 
+def saved_bytes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> int:
+    """Room for what a forward leaves to its backward: at least what the compiled part plans, which checks it.
+
+    An expression of the shapes, which torch.compile does not know yet: asking the compiled part would need numbers.
+    """
+    (queries, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, v.shape
+    documents = 1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    small = head_dim <= 64 and value_dim <= 64
+    dims = 64 if small else 128 if head_dim <= 128 else 256
+    value_rows = 65 if small else 129 if value_dim <= 128 else 258  # Of codes; and of multipliers of the row sum.
+    residual = 0 if q.dtype == torch.float32 else value_dim * q.element_size()
+    of_queries = (queries + 128) * heads * (dims + 24 + residual)  # Codes; scales, records of rows.
+    of_keys = (keys + 16 * documents + 256) * kv_heads * (dims + value_rows + 8)
+    tiles = (queries + k.shape[0]) // 128 + 2 * documents
+    return of_queries + of_keys + tiles * (96 + 16 * kv_heads) + 2**17  # The last is the sort's.
+
+
 def forward(
     arguments: _native.Arguments,
     settings: _native.Settings,
     tensors: tuple[torch.Tensor, ...],
     validate: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of tensors q, k and v, which `arguments` holds too; their device is the current one."""
+    saved: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(o, lse, workspace) of tensors q, k and v, which `arguments` holds too; their device is the current one.
+
+    saved: bytes of a workspace that a backward will read; None: none will, and it is done with.
+    """
     q, _, v = tensors
     if validate and torch.cuda.is_current_stream_capturing():
         raise ValueError("validate: True given while a graph is captured, False allowed (it waits for the stream)")
@@ -44,12 +55,32 @@ def forward(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     device = _native.Device()
     device.o, device.lse = o.data_ptr(), lse.data_ptr()
+    device.training = saved is not None
     device.stream = torch.cuda.current_stream().cuda_stream
-    device.workspace_bytes = _native.cuda_workspace_bytes(arguments, settings, device)
-    # Torch gives it back at the end of the call, to those who use it on this stream after the call.
+    needed = _native.cuda_workspace_bytes(arguments, settings, device)
+    device.workspace_bytes = needed if saved is None else saved
+    # Where nobody keeps it, torch gives it to those who use it on this stream after the call.
     workspace = q.new_empty(device.workspace_bytes, dtype=torch.uint8)
     device.workspace = workspace.data_ptr()
     _native.cuda_forward(arguments, settings, device)
     if validate:
         _native.cuda_check(device)
-    return o, lse
+    return o, lse, workspace
+
+
+def backward(
+    arguments: _native.Arguments,
+    settings: _native.Settings,
+    kept: tuple[torch.Tensor, torch.Tensor],
+    gradients: tuple[torch.Tensor, ...],
+) -> None:
+    """Fills dq, dk and dv, which `arguments` has in the places of q, k and v; kept: the forward's o and workspace."""
+    o, saved = kept
+    device = _native.Device()
+    device.o, device.saved = o.data_ptr(), saved.data_ptr()
+    device.dq, device.dk, device.dv = (gradient.data_ptr() for gradient in gradients)
+    device.stream = torch.cuda.current_stream().cuda_stream
+    device.workspace_bytes = _native.cuda_backward_workspace_bytes(arguments, settings, device)
+    workspace = o.new_empty(device.workspace_bytes, dtype=torch.uint8)
+    device.workspace = workspace.data_ptr()
+    _native.cuda_backward(arguments, settings, device)

@@ -26,7 +26,7 @@ def attention(
     recipe="mxfp8",
     causal: bool = True,
     return_lse: bool = False,
-    deterministic: bool = False,
+    deterministic: bool = True,
     *,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
@@ -40,21 +40,21 @@ def attention(
     q [tokens_q, heads, head_dim], k [tokens_k, kv_heads, head_dim], v [tokens_k, kv_heads, value_dim]: bfloat16,
     float16 or float32, any strides; cu_seqlens_*: int32 offsets of the documents (None: one document; those of k: q's).
     recipe: a name of mxflash.recipes(), a dictionary as it gives them, or the path of a JSON file. causality: of the
-    backward, "exact" or "block" (None: the recipe's). deterministic: the CPU engines are in any case.
+    backward, "exact" or "block" (None: the recipe's). deterministic: the same gradients bit for bit every time; False
+    leaves dq of the CUDA engine to the order in which its blocks end, unless torch.use_deterministic_algorithms is on.
     seed: of stochastic rounding; None draws one from torch's generator where the recipe rounds so, and else takes 0.
 
-    Under torch.compile a recipe of one's own goes as JSON text. Under autocast q, k and v take its type. The backward
-    needs q, k and v alone, which is what is saved. A loss may use o, lse or both; create_graph=True raises.
-    There is no forward-mode derivative (torch.func.jvp).
+    Under torch.compile a recipe of one's own goes as JSON text. Under autocast q, k and v take its type. A loss may use
+    o, lse or both; create_graph=True raises. There is no forward-mode derivative (torch.func.jvp).
+    On the host the backward needs q, k and v alone, which is what is saved.
 
-    CUDA tensors, in a build with the CUDA engine: the forward on their device and torch's current stream. Nothing
-    waits, a graph may capture it, and the workspace is torch's. Values of cu_seqlens_* are checked on the device:
-    malformed ones give NaN, or ValueError with validate=True, which waits for the stream. There is no backward there
-    yet: tensors that require a gradient are refused.
+    CUDA tensors, in a build with the CUDA engine: both passes on their device and torch's current stream. Nothing
+    waits, a graph may capture it, and the workspaces are torch's. Values of cu_seqlens_* are checked on the device:
+    malformed ones give NaN, or ValueError with validate=True, which waits for the stream. Where a gradient is required,
+    o and the codes of q, k and v are saved (docs/training.md: how many bytes), and not q, k and v; a recipe without a
+    backward on the device is refused then.
     """
     cuda = q.device.type == "cuda"
-    if cuda:
-        _cuda.refuse_gradients(q, k, v)
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
@@ -72,7 +72,9 @@ def attention(
     for name, tensor in (("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"{name}: on {tensor.device} given, {q.device} allowed (q's)")
-    o, lse = torch.ops.mxflash.attention(
+    # Where no backward follows, less is made and nothing kept.
+    training = cuda and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    o, lse, *_ = (torch.ops.mxflash.attention_training if training else torch.ops.mxflash.attention)(
         q,
         k,
         v,
@@ -85,7 +87,7 @@ def attention(
         scale,
         engine,
         causality,
-        deterministic,
+        deterministic or torch.are_deterministic_algorithms_enabled(),
         validate,
     )
     return (o, lse) if return_lse else o
@@ -120,11 +122,10 @@ def _(
 ):
     _cuda.refuse_engine(engine, q.device)
     with torch.cuda.device(q.device):
-        if offsets_q is None and offsets_k is None:
-            offsets_q, offsets_k = _cuda.one_document(q), _cuda.one_document(k)
-        arguments = _arguments((q, k, v), offsets_q, offsets_k, left, right, scale)
+        arguments = _device_arguments((q, k, v), offsets_q, offsets_k, left, right, scale)
         settings = _settings(seed, recipe, engine, causality, deterministic)
-        return _cuda.forward(arguments, settings, (q, k, v), validate)
+        o, lse, _ = _cuda.forward(arguments, settings, (q, k, v), validate)
+    return o, lse
 
 
 @library.custom_op("mxflash::attention_backward", mutates_args=())
@@ -155,7 +156,83 @@ def _attention_backward(
 
 @_attention_backward.register_kernel("cuda")
 def _(*_):
-    raise RuntimeError("cuda has no backward yet; on the host there is one")
+    raise RuntimeError(
+        "mxflash::attention keeps nothing for a backward on cuda; mxflash::attention_training, which "
+        "mxflash.torch.attention calls where a gradient is required, does"
+    )
+
+
+@library.custom_op("mxflash::attention_training", mutates_args=(), device_types="cuda")
+def _training(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    recipe: str,
+    window_left: int,
+    window_right: int,
+    scale: float | None,
+    engine: str,
+    causality: str | None,
+    deterministic: bool,
+    validate: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _cuda.refuse_engine(engine, q.device)
+    with torch.cuda.device(q.device):
+        arguments = _device_arguments((q, k, v), cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale)
+        settings = _settings(seed, recipe, engine, causality, deterministic)
+        three = q.ndim == k.ndim == v.ndim == 3  # Others are refused with the rest.
+        saved = _cuda.saved_bytes(q, k, v, cu_seqlens_q) if three else 0
+        return _cuda.forward(arguments, settings, (q, k, v), validate, saved)
+
+
+@library.custom_op("mxflash::attention_training_backward", mutates_args=(), device_types="cuda")
+def _training_backward(
+    do: torch.Tensor | None,
+    o: torch.Tensor,
+    saved: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    tokens_k: int,
+    kv_heads: int,
+    head_dim: int,
+    recipe: str,
+    window_left: int,
+    window_right: int,
+    scale: float | None,
+    engine: str,
+    causality: str | None,
+    deterministic: bool,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if do is None:
+        do = o.new_zeros(()).expand(o.shape)
+    with torch.cuda.device(o.device):
+        gradients = _gradients_like(o, tokens_k, kv_heads, head_dim)
+        # Another size: of another call.
+        if saved.nbytes != (allowed := _cuda.saved_bytes(*gradients, cu_seqlens_q)):
+            raise ValueError(f"saved: {saved.nbytes} bytes given, {allowed} allowed (those of the forward)")
+        rest = cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale
+        arguments = _device_arguments((*gradients, do, dlse), *rest)
+        settings = _settings(seed, recipe, engine, causality, deterministic)
+        _cuda.backward(arguments, settings, (o.contiguous(), saved), gradients)
+    return gradients
+
+
+def _gradients_like(o, tokens_k, kv_heads, head_dim):
+    """dq, dk and dv: shapes and types of q, k and v, contiguous, whatever the inputs' strides."""
+    tokens_q, heads, value_dim = o.shape
+    shapes = (tokens_q, heads, head_dim), (tokens_k, kv_heads, head_dim), (tokens_k, kv_heads, value_dim)
+    return tuple(o.new_empty(shape) for shape in shapes)
+
+
+def _device_arguments(tensors, cu_seqlens_q, cu_seqlens_k, *rest) -> _native.Arguments:
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        cu_seqlens_q, cu_seqlens_k = (_cuda.one_document(tensor) for tensor in tensors[:2])
+    return _arguments(tensors, cu_seqlens_q, cu_seqlens_k, *rest)
 
 
 def _arguments(tensors, cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale) -> _native.Arguments:
@@ -188,6 +265,22 @@ def _(_do, q, k, v, *_):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+@_training.register_fake
+def _(q, k, v, cu_seqlens_q, *_):
+    tokens, heads = q.shape[0], q.shape[1]
+    saved = _cuda.saved_bytes(q, k, v, cu_seqlens_q)
+    return (
+        q.new_empty((tokens, heads, v.shape[2])),
+        q.new_empty((tokens, heads), dtype=torch.float32),
+        q.new_empty((saved,), dtype=torch.uint8),
+    )
+
+
+@_training_backward.register_fake
+def _(_do, o, _saved, _offsets_q, _offsets_k, _seed, tokens_k, kv_heads, head_dim, *_):
+    return _gradients_like(o, tokens_k, kv_heads, head_dim)
+
+
 def _save(ctx, inputs, output):  # The names are torch's.
     del output  # Nothing of it is needed.
     q, k, v, cu_seqlens_q, cu_seqlens_k, seed, *ctx.rest, _ = inputs
@@ -195,9 +288,21 @@ def _save(ctx, inputs, output):  # The names are torch's.
     ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, seed)
 
 
-def _gradients(ctx, do, dlse):
+def _save_training(ctx, inputs, output):
+    q, k, _, cu_seqlens_q, cu_seqlens_k, seed, *ctx.rest, _ = inputs
+    o, _, saved = output
+    ctx.sizes = k.shape[0], k.shape[1], q.shape[2]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(o, saved, cu_seqlens_q, cu_seqlens_k, seed)
+
+
+def _refuse_create_graph():
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("create_graph: True given, False allowed (attention's gradients have no gradients)")
+
+
+def _gradients(ctx, do, dlse):
+    _refuse_create_graph()
     nothing = (None,) * (4 + len(ctx.rest))
     if do is None and dlse is None:
         return None, None, None, *nothing
@@ -206,3 +311,15 @@ def _gradients(ctx, do, dlse):
 
 
 _attention.register_autograd(_gradients, setup_context=_save)
+
+
+def _training_gradients(ctx, do, dlse, _saved):
+    _refuse_create_graph()
+    nothing = (None,) * (4 + len(ctx.rest))
+    if do is None and dlse is None:
+        return None, None, None, *nothing
+    gradients = torch.ops.mxflash.attention_training_backward(do, *ctx.saved_tensors, *ctx.sizes, *ctx.rest, dlse)
+    return *gradients, *nothing
+
+
+_training.register_autograd(_training_gradients, setup_context=_save_training)

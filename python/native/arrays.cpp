@@ -100,8 +100,8 @@ TensorView view_of(std::string_view name, const Array& array, Memory memory) {
   return view;
 }
 
-TensorView rows_view_of(std::string_view name, const Array& array) {
-  check_memory(name, array, Memory::host);
+TensorView rows_view_of(std::string_view name, const Array& array, Memory memory) {
+  check_memory(name, array, memory);
   if (dtype_of(array) != DType::f32) {
     raise(invalid(fmt::format("{}: type {} given, float32 allowed", name, type_name(array))));
   }

@@ -38,7 +38,7 @@ enum class Memory { host, cuda };
 /// bfloat16 come as such, which DLPack cannot carry.
 TensorView view_of(std::string_view name, const Array& array, Memory memory = Memory::host);
 /// The same of a float32 array [tokens, heads], as [tokens, heads, 1].
-TensorView rows_view_of(std::string_view name, const Array& array);
+TensorView rows_view_of(std::string_view name, const Array& array, Memory memory = Memory::host);
 /// A contiguous copy of any rank.
 Tensor copy_of(std::string_view name, const Array& array);
 

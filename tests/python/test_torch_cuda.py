@@ -1,4 +1,7 @@
-"""mxflash.torch.attention on CUDA tensors: the engine's bits on torch's device, stream and memory; refusals."""
+"""mxflash.torch.attention on CUDA tensors: the engine's bits on torch's device, stream and memory; refusals.
+
+Its gradients: test_torch_cuda_training.py.
+"""
 
 import re
 import threading
@@ -9,26 +12,27 @@ from torch import library
 
 import mxflash
 from conftest import CAPTURE
+from cuda_support import (
+    ENGINE,
+    LENGTHS,
+    MISSING,
+    NAMES,
+    NO_DEVICE,
+    assert_same,
+    cuda,
+    cycles,
+    on_device,
+    strided,
+)
 from mxflash import _native
 from mxflash.torch import attention
 from support import assert_same_bits, assert_within
-
-NAMES = ("q", "k", "v")
-ENGINE = next(engine for engine in mxflash.engines() if engine["name"] == "cuda")
-NO_DEVICE = None if torch.cuda.is_available() else "torch has no CUDA device"
-MISSING = NO_DEVICE or ENGINE["reason"]
-on_device = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-LENGTHS = [1, 33, 0, 128, 129, 70]
 
 
 @pytest.fixture(autouse=True)
 def no_gradients():
     with torch.no_grad():
         yield
-
-
-def cuda(p, device="cuda"):
-    return {name: tensor.to(device) for name, tensor in p.items()}
 
 
 def run(p, **settings):
@@ -40,11 +44,6 @@ def of_host(p, engine="cuda", **settings):
     """(o, lse) of a copy on the host by an engine of the library, which copies to the device and back if it is cuda."""
     host = {name: tensor.cpu() for name, tensor in p.items()}
     return mxflash.attention(*(host[name] for name in NAMES), host["cu_seqlens"], engine=engine, **settings)
-
-
-def assert_same(got, want):
-    for name, a, b in zip(("o", "lse"), got, want, strict=True):
-        assert_same_bits(a.cpu(), b.cpu(), name)
 
 
 def assert_like_reference(got, p, **settings):
@@ -125,17 +124,6 @@ def test_no_tokens_and_no_keys(problem):
     assert lse.isneginf().all()
 
 
-def strided(kind, p):
-    """The same values, lying otherwise."""
-    if kind == "fused":
-        return torch.cat([p[name] for name in NAMES], 1).split((4, 2, 2), 1)
-    if kind == "heads first":
-        return [p[name].transpose(0, 1).contiguous().transpose(0, 1) for name in NAMES]
-    if kind == "odd address":  # Not to be read 16 bytes at a time.
-        return [torch.nn.functional.pad(p[name], (1, 0))[..., 1:] for name in NAMES]
-    return [p[name].repeat_interleave(2, 2)[..., ::2] for name in NAMES]
-
-
 @on_device
 @pytest.mark.parametrize("kind", ["fused", "heads first", "odd address", "every other element"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -168,11 +156,6 @@ def test_autocast_takes_its_type(problem):
 
 
 # ---- Streams, devices, memory ----
-
-
-def cycles(seconds):
-    """Of torch.cuda._sleep, at least."""
-    return int(seconds * 2.0e9)
 
 
 @on_device
@@ -378,22 +361,6 @@ def test_c12_malformed_offsets(side, offsets, message, problem):
 
 
 @on_device
-def test_what_requires_a_gradient_is_refused(problem):
-    p = cuda(problem([33]))
-    tensors = [p[name] for name in NAMES]
-    want = attention(*tensors, p["cu_seqlens"])
-    for i, name in enumerate(NAMES):
-        leaves = [*tensors[:i], tensors[i].clone().requires_grad_(), *tensors[i + 1 :]]
-        with torch.enable_grad(), pytest.raises(RuntimeError, match=rf"^{name}: .*the cuda engine has no backward yet"):
-            attention(*leaves, p["cu_seqlens"])
-        with torch.inference_mode():
-            assert_same_bits(attention(*leaves, p["cu_seqlens"]).cpu(), want.cpu())
-    settings = (p["cu_seqlens"], None, torch.tensor(0), "mxfp8", 2**31 - 1, 0, None, "auto", None, False)
-    with pytest.raises(RuntimeError, match="cuda has no backward yet"):
-        torch.ops.mxflash.attention_backward(want, *tensors, *settings)
-
-
-@on_device
 @pytest.mark.parametrize(
     ("change", "settings", "error", "message"),
     [
@@ -464,8 +431,11 @@ def test_c29_the_compiled_part_says_what_is_missing(problem):
     on_host = "cu_seqlens_q: an array on the host given, a CUDA device's memory allowed"
     with pytest.raises(RuntimeError, match=f"^{re.escape(ENGINE['reason'] or on_host)}"):
         _native.cuda_workspace_bytes(arguments, settings, _native.Device())
-    with pytest.raises(RuntimeError, match=f"^{on_host}"):
-        _native.cuda_forward(arguments, settings, _native.Device())
+    with pytest.raises(RuntimeError, match=f"^{re.escape(ENGINE['reason'] or on_host)}"):
+        _native.cuda_backward_workspace_bytes(arguments, settings, _native.Device())
+    for function in (_native.cuda_forward, _native.cuda_backward):
+        with pytest.raises(RuntimeError, match=f"^{on_host}"):
+            function(arguments, settings, _native.Device())
 
 
 @pytest.mark.parametrize("offsets", [True, False])
@@ -474,8 +444,6 @@ def test_fake_cuda_tensors_need_no_device(offsets, problem):
     with torch._subclasses.FakeTensorMode():
         p = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda") for name, tensor in host.items()}
         fake = attention(*(p[name] for name in NAMES), p["cu_seqlens"] if offsets else None, return_lse=True)
-        with torch.enable_grad(), pytest.raises(RuntimeError, match=r"^q: .*the cuda engine has no backward yet"):
-            attention(p["q"].requires_grad_(), p["k"], p["v"])
     assert [(t.shape, t.dtype, t.device.type) for t in fake] == [
         ((64, 4, 32), torch.bfloat16, "cuda"),
         ((64, 4), torch.float32, "cuda"),

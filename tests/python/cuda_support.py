@@ -1,0 +1,39 @@
+"""What the tests of mxflash.torch on CUDA tensors share."""
+
+import pytest
+import torch
+
+import mxflash
+from support import assert_same_bits
+
+NAMES = ("q", "k", "v")
+LENGTHS = [1, 33, 0, 128, 129, 70]
+ENGINE = next(engine for engine in mxflash.engines() if engine["name"] == "cuda")
+NO_DEVICE = None if torch.cuda.is_available() else "torch has no CUDA device"
+MISSING = NO_DEVICE or ENGINE["reason"]
+on_device = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+def cuda(p, device="cuda"):
+    return {name: tensor.to(device) for name, tensor in p.items()}
+
+
+def cycles(seconds):
+    """Of torch.cuda._sleep, at least."""
+    return int(seconds * 2.0e9)
+
+
+def assert_same(got, want, names=("o", "lse")):
+    for name, a, b in zip(names, got, want, strict=True):
+        assert_same_bits(a.cpu(), b.cpu(), name)
+
+
+def strided(kind, p):
+    """The same values, lying otherwise."""
+    if kind == "fused":
+        return torch.cat([p[name] for name in NAMES], 1).split((4, 2, 2), 1)
+    if kind == "heads first":
+        return [p[name].transpose(0, 1).contiguous().transpose(0, 1) for name in NAMES]
+    if kind == "odd address":  # Not to be read 16 bytes at a time.
+        return [torch.nn.functional.pad(p[name], (1, 0))[..., 1:] for name in NAMES]
+    return [p[name].repeat_interleave(2, 2)[..., ::2] for name in NAMES]
