@@ -13,21 +13,6 @@
 namespace mxflash::cuda {
 namespace {
 
-constexpr std::size_t kAlignment = 256;
-
-class Planner {
- public:
-  std::size_t take(std::size_t bytes) {
-    const std::size_t place = end_;
-    end_ = (end_ + bytes + kAlignment - 1) / kAlignment * kAlignment;
-    return place;
-  }
-  [[nodiscard]] std::size_t end() const { return end_; }
-
- private:
-  std::size_t end_ = 0;
-};
-
 Workspace at(void* base, const Layout& layout) {
   const Placer place{static_cast<std::byte*>(base)};
   Workspace work;
@@ -77,9 +62,9 @@ Status check_execution(const Execution& execution, std::size_t bytes) {
     return invalid(fmt::format("workspace_bytes: {} given, at least {} allowed", execution.workspace_bytes, bytes));
   }
   const auto address = std::bit_cast<std::uintptr_t>(execution.workspace);
-  if (execution.workspace == nullptr || address % kAlignment != 0) {
+  if (execution.workspace == nullptr || address % Planner::kAlignment != 0) {
     return invalid(
-        fmt::format("workspace: address {:#x} given, a multiple of {} other than 0 allowed", address, kAlignment));
+        fmt::format("workspace: address {:#x} given, a multiple of {} other than 0 allowed", address, Planner::kAlignment));
   }
   return {};
 }

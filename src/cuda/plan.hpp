@@ -24,6 +24,22 @@ struct Launches {
   std::optional<EmbedLaunches> embedded = std::nullopt;
 };
 
+/// Arrays one after the other, each aligned.
+class Planner {
+ public:
+  static constexpr std::size_t kAlignment = 256;
+
+  std::size_t take(std::size_t bytes) {
+    const std::size_t place = end_;
+    end_ = (end_ + bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return place;
+  }
+  [[nodiscard]] std::size_t end() const { return end_; }
+
+ private:
+  std::size_t end_ = 0;
+};
+
 /// Sets a pointer to an array of a workspace.
 struct Placer {
   std::byte* workspace = nullptr;
