@@ -5,6 +5,11 @@
 //   cuda::forward(call, recipe, {workspace, bytes, stream});                   // may be captured in a graph
 //   cuda::check({workspace, bytes, stream});                                   // waits; were the offsets well formed?
 //
+// With `training` set, the workspace is what a backward reads, and stays as it is:
+//
+//   const BackwardCall back{call, workspace, {dq, dk, dv}};                     // call.inputs.dout is set by now
+//   cuda::backward(back, recipe, {another, *cuda::backward_workspace_bytes(back, recipe), stream});
+//
 // A library built without CUDA has these functions too; they say so.
 #pragma once
 
@@ -36,6 +41,23 @@ struct ForwardCall {
   DeviceDocuments documents;
   Inputs inputs;
   ForwardOutputs outputs;
+  bool training = false;  ///< A backward follows: the workspace, larger then, holds what it needs.
+};
+
+/// Contiguous, on the device, the inputs' type, 16-byte aligned.
+struct Gradients {
+  std::byte* dq = nullptr;  ///< [tokens_q, heads, head_dim]
+  std::byte* dk = nullptr;  ///< [tokens_k, kv_heads, head_dim]
+  std::byte* dv = nullptr;  ///< [tokens_k, kv_heads, value_dim]
+};
+
+/// What follows a forward with `training` set. Of the inputs dout and dlse are read, of q, k and v the shapes alone.
+struct BackwardCall {
+  ForwardCall forward;          ///< As it was, with dout; its o, cu_seqlens and recipe unchanged.
+  const void* saved = nullptr;  ///< Its workspace, to which nothing has been written since.
+  Gradients gradients;
+  bool deterministic = true;  ///< Bit-identical dq for the same input; dk and dv always are.
+  std::uint64_t seed = 0;     ///< Of stochastic rounding.
 };
 
 /// Where a call runs: on the current device. `workspace` is device memory, 256-byte aligned.
@@ -55,6 +77,14 @@ Result<std::size_t> workspace_bytes(const ForwardCall& call, const Recipe& recip
 /// Refuses whatever the host can see, before anything is written. Offsets are checked on the device: malformed ones
 /// fill o and lse with NaN and are reported by `check`.
 Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& execution);
+
+/// Whether the backward of this recipe runs on the device; the error says why not, and of which recipes it does.
+Status supports_backward(const Recipe& recipe);
+/// As workspace_bytes; and on the current device.
+Result<std::size_t> backward_workspace_bytes(const BackwardCall& call, const Recipe& recipe);
+/// As forward: malformed offsets fill dq, dk and dv with NaN. `execution` has a workspace of its own.
+Status backward(const BackwardCall& call, const Recipe& recipe, const Execution& execution);
+
 /// Waits for the stream; an error if the last call in this workspace had malformed offsets or a kernel failed.
 Status check(const Execution& execution);
 

@@ -17,8 +17,12 @@ Status available() { return absent(); }
 Status supports(const Recipe&) { return absent(); }
 Result<std::size_t> workspace_bytes(const ForwardCall&, const Recipe&) { return absent(); }
 Status forward(const ForwardCall&, const Recipe&, const Execution&) { return absent(); }
+Status supports_backward(const Recipe&) { return absent(); }
+Result<std::size_t> backward_workspace_bytes(const BackwardCall&, const Recipe&) { return absent(); }
+Status backward(const BackwardCall&, const Recipe&, const Execution&) { return absent(); }
 Status check(const Execution&) { return absent(); }
 Result<ForwardResult> forward(const Problem&, const Recipe&, const Inputs&) { return absent(); }
+Result<BackwardResult> backward(const Problem&, const Recipe&, const Inputs&, const Options&) { return absent(); }
 
 // There is none to free.
 void Free::operator()(std::byte*) const {}

@@ -1,8 +1,11 @@
 #include "cuda/arguments.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <bit>
+#include <string_view>
+#include <vector>
 
 #include "arguments/arguments.hpp"
 #include "cuda/embed_plan.hpp"
@@ -29,58 +32,69 @@ Status check_counts(const ForwardCall& call) {
   return {};
 }
 
-Status check_pointers(const ForwardCall& call) {
-  const std::pair<const char*, const void*> pointers[] = {{"cu_seqlens_q", call.documents.cu_seqlens_q},
-                                                          {"cu_seqlens_k", call.documents.cu_seqlens_k}};
+Status check_offsets(const DeviceDocuments& documents) {
+  const std::pair<const char*, const void*> pointers[] = {{"cu_seqlens_q", documents.cu_seqlens_q},
+                                                          {"cu_seqlens_k", documents.cu_seqlens_k}};
   for (const auto& [name, pointer] : pointers) {
     if (pointer == nullptr) return invalid(fmt::format("{}: null given, device memory allowed", name));
-  }
-  const std::pair<const char*, const TensorView*> tensors[] = {
-      {"q", &call.inputs.q}, {"k", &call.inputs.k}, {"v", &call.inputs.v}};
-  for (const auto& [name, view] : tensors) {
-    if (view->data == nullptr && view->tokens() > 0) {
-      return invalid(fmt::format("{}: null given, device memory allowed", name));
-    }
-  }
-  if (call.inputs.q.tokens() == 0) return {};
-  const std::pair<const char*, const void*> outputs[] = {{"o", call.outputs.o}, {"lse", call.outputs.lse}};
-  for (const auto& [name, pointer] : outputs) {
-    if (pointer == nullptr || std::bit_cast<std::uintptr_t>(pointer) % 16 != 0) {
-      return invalid(fmt::format("{}: address {} given, 16-byte aligned device memory allowed", name, pointer));
-    }
   }
   return {};
 }
 
-}  // namespace
-
-bool multiplies_codes(const Recipe& recipe) {
-  // One exponent a token or for 32 of them: the quantizer's data, the same to the forward.
-  const auto per_token = [](Operand operand) {
-    if (operand.block == Block::tokens32()) operand.block = Block::token();
-    return operand == Operand{Encoding::e4m3, Block::token(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
-  };
-  const Operand weights{Encoding::e4m3, Block::tensor(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
-  return per_token(recipe.s.left) && per_token(recipe.s.right) && per_token(recipe.o.tokens) && !recipe.o.cut &&
-         recipe.o.weights == weights && recipe.beta == 256 && recipe.row_sum == RowSum::quantized &&
-         recipe.exponential == Exponential::exact;
+Status check_data(const char* name, const TensorView& view) {
+  if (view.data != nullptr || view.tokens() == 0) return {};
+  return invalid(fmt::format("{}: null given, device memory allowed", name));
 }
 
-Status supports(const Recipe& recipe) { return multiplies_codes(recipe) ? Status{} : embeds(recipe); }
+Status check_aligned(const char* name, const void* pointer, std::uintptr_t alignment = 16) {
+  if (pointer != nullptr && std::bit_cast<std::uintptr_t>(pointer) % alignment == 0) return {};
+  return invalid(fmt::format("{}: address {} given, {}-byte aligned device memory allowed", name, pointer, alignment));
+}
 
-Result<Sizes> check_call(const ForwardCall& call, const Recipe& recipe) {
-  const Inputs& inputs = call.inputs;
-  if (inputs.q.tokens() < 0 || inputs.k.tokens() < 0) {
-    return invalid("tokens: a negative number given, 0 or more allowed");
+Status check_pointers(const ForwardCall& call) {
+  const Status inputs[] = {check_offsets(call.documents), check_data("q", call.inputs.q),
+                           check_data("k", call.inputs.k), check_data("v", call.inputs.v)};
+  for (const Status& status : inputs) {
+    if (!status.ok()) return status;
   }
-  // The offsets are on the device: here the rows of q and k count as one document.
-  const Problem problem{Packing::single(inputs.q.tokens(), inputs.k.tokens()), call.documents.mask,
-                        call.documents.scale};
-  const Status checks[] = {check_arguments(problem, inputs, {}), check_recipe(recipe, inputs), supports(recipe),
-                           check_counts(call), check_pointers(call)};
+  if (call.inputs.q.tokens() == 0) return {};
+  if (Status status = check_aligned("o", call.outputs.o); !status.ok()) return status;
+  return check_aligned("lse", call.outputs.lse);
+}
+
+Status check_pointers(const BackwardCall& call) {
+  const ForwardCall& forward = call.forward;
+  const Inputs& inputs = forward.inputs;
+  std::vector<Status> checks = {check_offsets(forward.documents), check_aligned("saved", call.saved, 256)};
+  if (inputs.q.tokens() > 0) {
+    checks.push_back(check_aligned("do", inputs.dout->data, size_of(inputs.dout->dtype)));
+    if (inputs.dlse) checks.push_back(check_aligned("dlse", inputs.dlse->data, sizeof(float)));
+    checks.push_back(check_aligned("o", forward.outputs.o));
+    checks.push_back(check_aligned("dq", call.gradients.dq));
+  }
+  if (inputs.k.tokens() > 0) {
+    checks.push_back(check_aligned("dk", call.gradients.dk));
+    checks.push_back(check_aligned("dv", call.gradients.dv));
+  }
   for (const Status& status : checks) {
-    if (!status.ok()) return status.error();
+    if (!status.ok()) return status;
   }
+  return {};
+}
+
+/// As an engine on host memory would check it: the offsets are on the device, the rows of q and k count as one
+/// document.
+Problem problem_of(const ForwardCall& call) {
+  return {Packing::single(call.inputs.q.tokens(), call.inputs.k.tokens()), call.documents.mask, call.documents.scale};
+}
+
+Status check_tokens(const Inputs& inputs) {
+  if (inputs.q.tokens() >= 0 && inputs.k.tokens() >= 0) return {};
+  return invalid("tokens: a negative number given, 0 or more allowed");
+}
+
+Sizes sizes_of(const ForwardCall& call) {
+  const Inputs& inputs = call.inputs;
   Sizes sizes;
   sizes.documents = static_cast<std::int32_t>(call.documents.documents);
   sizes.tokens_q = static_cast<std::int32_t>(inputs.q.tokens());
@@ -91,6 +105,88 @@ Result<Sizes> check_call(const ForwardCall& call, const Recipe& recipe) {
   sizes.value_dim = static_cast<std::int32_t>(inputs.v.dims());
   choose_kernel(sizes);
   return sizes;
+}
+
+/// E4M3 with one exponent a token, or for 32 of them: the quantizer's data, the same to the products.
+bool per_token(Operand operand) {
+  if (operand.block == Block::tokens32()) operand.block = Block::token();
+  return operand == Operand{Encoding::e4m3, Block::token(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
+}
+
+constexpr Operand kStaticWeights{Encoding::e4m3, Block::tensor(), ScaleRule::ceil, Rounding::nearest,
+                                 SecondLevel::fixed};
+
+bool is_score_gradient(const Operand& operand) {
+  const Operand square{Encoding::e4m3, Block::square32(), ScaleRule::ceil, Rounding::nearest, SecondLevel::fixed};
+  Operand row = square;
+  row.block = Block::dims32();
+  return operand == square || operand == row;
+}
+
+/// What keeps the backward's kernel from a recipe; empty: nothing. It makes each operand's codes once.
+std::string_view backward_obstacle(const Recipe& recipe) {
+  if (!multiplies_codes(recipe)) return "its forward does not run in products of E4M3 codes";
+  if (recipe.dp.right != recipe.o.tokens) return "dp.right differs from o.tokens, whose codes of v are there";
+  if (!per_token(recipe.dp.left)) return "dp.left is not e4m3 with an exponent per token or 32 tokens";
+  if (recipe.dv.tokens != recipe.dp.left) return "dv.tokens differs from dp.left, whose codes of do are there";
+  if (recipe.dv.weights != kStaticWeights) return "dv.weights is not static e4m3";
+  if (recipe.dq.tokens != recipe.s.right) return "dq.tokens differs from s.right, whose codes of k are there";
+  if (recipe.dk.tokens != recipe.s.left) return "dk.tokens differs from s.left, whose codes of q are there";
+  if (!is_score_gradient(recipe.dq.weights)) return "dq.weights is not e4m3 in blocks square:32 or dims:32";
+  if (recipe.dk.weights != recipe.dq.weights) return "dk.weights differs from dq.weights, whose codes of dS are there";
+  if (recipe.dv.cut || recipe.dq.cut || recipe.dk.cut) return "it has other operands on cut tiles";
+  if (recipe.dq_accumulation != DqAccumulation::f32) return "dq_accumulation is not f32";
+  return {};
+}
+
+}  // namespace
+
+bool multiplies_codes(const Recipe& recipe) {
+  return per_token(recipe.s.left) && per_token(recipe.s.right) && per_token(recipe.o.tokens) && !recipe.o.cut &&
+         recipe.o.weights == kStaticWeights && recipe.beta == 256 && recipe.row_sum == RowSum::quantized &&
+         recipe.exponential == Exponential::exact;
+}
+
+Status supports(const Recipe& recipe) { return multiplies_codes(recipe) ? Status{} : embeds(recipe); }
+
+Status supports_backward(const Recipe& recipe) {
+  if (Status status = validate_backward(recipe); !status.ok()) return status;
+  const std::string_view obstacle = backward_obstacle(recipe);
+  if (obstacle.empty()) return {};
+  std::vector<std::string_view> names;
+  for (const Recipe& other : recipes()) {
+    if (validate_backward(other).ok() && backward_obstacle(other).empty()) names.push_back(other.name);
+  }
+  return unsupported(fmt::format("cuda has no backward for recipe {}: {}; it has one for {} and recipes like them",
+                                 recipe.name, obstacle, fmt::join(names, ", ")));
+}
+
+Result<Sizes> check_call(const ForwardCall& call, const Recipe& recipe) {
+  if (Status status = check_tokens(call.inputs); !status.ok()) return status.error();
+  const Status checks[] = {check_arguments(problem_of(call), call.inputs, {}), check_recipe(recipe, call.inputs),
+                           call.training ? supports_backward(recipe) : supports(recipe), check_counts(call),
+                           check_pointers(call)};
+  for (const Status& status : checks) {
+    if (!status.ok()) return status.error();
+  }
+  return sizes_of(call);
+}
+
+Result<Sizes> check_backward_call(const BackwardCall& call, const Recipe& recipe) {
+  const ForwardCall& forward = call.forward;
+  if (!forward.training) {
+    return invalid("training: false given, true allowed: the workspace of another forward does not hold enough");
+  }
+  if (Status status = check_tokens(forward.inputs); !status.ok()) return status.error();
+  if (Status status = check_backward_arguments(problem_of(forward), forward.inputs, {}); !status.ok()) {
+    return status.error();  // Without dout there are no pointers to check.
+  }
+  const Status checks[] = {check_recipe(recipe, forward.inputs), supports_backward(recipe), check_counts(forward),
+                           check_pointers(call)};
+  for (const Status& status : checks) {
+    if (!status.ok()) return status.error();
+  }
+  return sizes_of(forward);
 }
 
 }  // namespace mxflash::cuda

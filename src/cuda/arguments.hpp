@@ -11,5 +11,7 @@ bool multiplies_codes(const Recipe& recipe);
 
 /// The sizes of a call, or what is wrong with it.
 Result<Sizes> check_call(const ForwardCall& call, const Recipe& recipe);
+/// The sizes of its forward.
+Result<Sizes> check_backward_call(const BackwardCall& call, const Recipe& recipe);
 
 }  // namespace mxflash::cuda

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cuda/arguments.hpp"
+#include "cuda/backward_plan.hpp"
 #include "cuda/plan.hpp"
 #include "cuda/runtime.hpp"
 
@@ -47,7 +48,7 @@ Status available() {
 Result<std::size_t> workspace_bytes(const ForwardCall& call, const Recipe& recipe) {
   const Result<Sizes> sizes = check_call(call, recipe);
   if (!sizes.ok()) return sizes.error();
-  const Result<Layout> layout = plan(*sizes, recipe);
+  const Result<Layout> layout = plan(*sizes, call, recipe);
   if (!layout.ok()) return layout.error();
   return layout->bytes;
 }
@@ -58,7 +59,9 @@ Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& e
   if (Status status = available(); !status.ok()) return status;
   void* stream = execution.stream;
   Status status = launched(launch_schedule(launches->schedule, stream), "making the schedule");
-  if (!status.ok() || launches->schedule.sizes.tokens_q == 0) return status;
+  const Sizes& sizes = launches->schedule.sizes;
+  // A backward reads keys' codes where there are no queries too.
+  if (!status.ok() || (sizes.tokens_q == 0 && (!call.training || sizes.tokens_k == 0))) return status;
   const std::optional<EmbedLaunches>& embedded = launches->embedded;
   status = launched(
       embedded ? launch_embed_quantize(embedded->quantize, stream) : launch_quantize(launches->quantize, stream),
@@ -67,6 +70,31 @@ Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& e
   return launched(
       embedded ? launch_embed_forward(embedded->forward, stream) : launch_forward(launches->forward, stream),
       "the forward");
+}
+
+Result<std::size_t> backward_workspace_bytes(const BackwardCall& call, const Recipe& recipe) {
+  const Result<Sizes> sizes = check_backward_call(call, recipe);
+  if (!sizes.ok()) return sizes.error();
+  const Result<std::int64_t> processors = processor_count();
+  if (!processors.ok()) return processors.error();
+  const Result<BackwardLayout> layout = plan_backward(backward_sizes(*sizes), *processors);
+  if (!layout.ok()) return layout.error();
+  return layout->bytes;
+}
+
+Status backward(const BackwardCall& call, const Recipe& recipe, const Execution& execution) {
+  const Result<BackwardLaunches> launches = prepare_backward(call, recipe, execution);
+  if (!launches.ok()) return launches.error();
+  if (Status status = available(); !status.ok()) return status;
+  void* stream = execution.stream;
+  Status status = launched(launch_key_schedule(launches->schedule, stream), "making the backward's schedule");
+  const Sizes& sizes = launches->schedule.sizes.forward;
+  if (!status.ok() || (sizes.tokens_q == 0 && sizes.tokens_k == 0)) return status;
+  status = launched(launch_prepare(launches->prepare, stream), "quantizing for the backward");
+  if (!status.ok()) return status;
+  status = launched(launch_backward(launches->backward, stream), "the backward");
+  if (!status.ok()) return status;
+  return launched(launch_finish(launches->finish, stream), "rounding the gradients");
 }
 
 Status check(const Execution& execution) {

@@ -110,6 +110,7 @@ struct ForwardShared {
   float kept[2][2 * static_cast<int>(Kept::count)][kWarpgroup];
   Range ranges[Traits::kStages];
   Work work[kWorkStages];
+  QueryScale query_scales[kWorkStages][kTileRows];
   alignas(8) Barrier queries_full[Traits::kQueryStages];
   Barrier queries_empty[Traits::kQueryStages];
   Barrier keys_full[Traits::kStages];

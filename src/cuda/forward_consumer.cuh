@@ -136,20 +136,21 @@ class Consumer {
     }
     plain_ = plain_of();
     auto product = ScaleOut::Zero;  // The next product overwrites the accumulators.
-    keys_there_ = false;
-    values_there_ = true;  // Of the first tile, whose product nobody wants.
+    bool keys_there = false;
     for (std::int32_t tile = mine.end - 1; tile >= mine.first; --tile) {
-      finish_wait(keys_there_, shared.keys_full[keys.stage()], keys);
+      if (!keys_there) shared.keys_full[keys.stage()].wait(keys.phase());
       load_scales();
       multiply_scores();
-      finish_wait(values_there_, shared.values_full[values.stage()], values);
+      // Not of the first tile, whose product nobody wants.
+      if (tile + 1 < mine.end) shared.values_full[values.stage()].wait(values.phase());
       // Without a condition, which would make the compiler wait for every product: of an item's first tile the result,
       // made from anything, is overwritten.
       multiply_values(product);
       cute::warpgroup_wait<1>();
       fence(scores);
       weigh(work, tile);
-      ask();
+      // Asked before it matters. After the last tile these are another item's, for which nobody waits here.
+      keys_there = shared.keys_full[keys.stage()].test_wait(keys.phase());
       cute::warpgroup_wait<0>();
       fence(sums);
       if (tile + 1 < mine.end) {
@@ -166,7 +167,7 @@ class Consumer {
       }
       use_codes();
     }
-    finish_wait(values_there_, shared.values_full[values.stage()], values);
+    shared.values_full[values.stage()].wait(values.phase());
     multiply_values(product);
     cute::warpgroup_wait<0>();
     fence(sums);
@@ -174,16 +175,6 @@ class Consumer {
     leave_queries();
     for (std::int32_t tile = mine.first - 1; tile >= all.first; --tile) pass_over();
     store(work);
-  }
-
-  /// Whether the next tile's keys are there: asked before it matters. After the last tile these are another item's, for
-  /// which nobody waits here.
-  __device__ void ask() {
-    keys_there_ = shared.keys_full[keys.stage()].test_wait(keys.phase());
-    values_there_ = false;
-  }
-  static __device__ void finish_wait(bool there, const Barrier& barrier, const Place& place) {
-    if (!there) barrier.wait(place.phase());
   }
 
   static __device__ std::int32_t as_uniform(std::int32_t x) {
@@ -311,6 +302,10 @@ class Consumer {
   /// one brought here has the bits of weigh_plain: the same operations wherever those would do.
   __device__ void weigh_held(const Work& work, const Held& at);
 
+  /// Of a row whose scores are logits less the base: not the largest one's, since the exponential need not be
+  /// monotonic.
+  [[nodiscard]] __device__ float largest_weight(int r) const;
+
   /// Moves the reference if the row's largest weight by the last one asks for it; by how much. Whole numbers: the scale
   /// is exact, and what the row has seen before stays as it was rounded.
   __device__ float raise(int r, float most);
@@ -354,9 +349,16 @@ class Consumer {
   static __device__ void round(float low, float high, __half2& out) { out = __floats2half2_rn(low, high); }
   static __device__ void round(float low, float high, float2& out) { out = {low, high}; }
 
-  /// Through shared memory, where the warp's sums have been: rows of 16 bytes a thread.
+  /// The sums to o and, where a backward follows, what rounding takes from them to its own place.
   template <class Pair>
   __device__ void write(const Work& work);
+
+  /// Through shared memory, where the warp's sums have been: rows of 16 bytes a thread.
+  template <class Pair>
+  __device__ void write_rows(const Work& work, void* rows);
+
+  /// Of a query of the item.
+  [[nodiscard]] __device__ RowRecord* record_of(const Work& work, int query) const;
 
   const ForwardParameters& p;
   ForwardShared<Traits>& shared;
@@ -369,8 +371,6 @@ class Consumer {
   Place queries;
   Place keys;
   Place values;
-  bool keys_there_ = false;
-  bool values_there_ = false;
   std::uint32_t flags_ = 0;
   TileSpan plain_{0, 0};
   RowState state;

@@ -15,7 +15,14 @@ class Taker {
   __device__ void run() {
     for (;;) {
       const Work work = take();
+      QueryScale scales[kTileRows / 32];
+      if (work.head >= 0) load_scales(work, scales);  // Here nobody waits for them; the consumers would.
       shared.work_empty[slot.stage()].wait(slot.phase() ^ 1);
+      if (work.head >= 0) {
+#pragma unroll
+        for (int i = 0; i < kTileRows / 32; ++i) shared.query_scales[slot.stage()][lane + 32 * i] = scales[i];
+      }
+      __syncwarp();
       if (lane == 0) {
         shared.work[slot.stage()] = work;
         shared.work_full[slot.stage()].arrive();
@@ -50,6 +57,16 @@ class Taker {
       summarize(work);
     }
     return work;
+  }
+
+  /// Of the item's queries; beyond them zeros.
+  __device__ void load_scales(const Work& work, QueryScale (&scales)[kTileRows / 32]) const {
+    const QueryScale* of_item = p.workspace.query_scale + work.head * p.sizes.rows_q() + work.item.query_row;
+#pragma unroll
+    for (int i = 0; i < kTileRows / 32; ++i) {
+      const int query = lane + 32 * i;
+      scales[i] = query < work.item.queries ? of_item[query] : QueryScale{};
+    }
   }
 
   /// The exponents over all tiles, and the reference of the row sum.

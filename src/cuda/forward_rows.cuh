@@ -19,8 +19,7 @@ __device__ void Consumer<Traits>::prepare(const Work& work) {
     seen.end[r] = inside ? static_cast<std::int32_t>(span.end) : 0;
     kept(Kept::begin, r) = __int_as_float(seen.begin[r]);
     kept(Kept::end, r) = __int_as_float(seen.end[r]);
-    const std::int64_t place = work.head * p.sizes.rows_q() + item.query_row + query;
-    const QueryScale scale = inside ? p.workspace.query_scale[place] : QueryScale{};
+    const QueryScale scale = shared.query_scales[slot.stage()][query];
     state.factor[r] = scale.factor * p.logit_scale;
     kept(Kept::reach, r) =
         fabsf(p.logit_scale) * scale.norm * work.range.key_norm + fabsf(work.range.most) + kLightOctaves;

@@ -50,9 +50,19 @@ __device__ void Consumer<Traits>::store_nothing(const Work& work) const {
   for (int i = thread; i < rows * chunks; i += kWarpgroup) {
     const std::int64_t place =
         (std::int64_t{work.item.query_row} + group * 64 + i / chunks) * p.sizes.heads + work.head;
-    *reinterpret_cast<uint4*>(static_cast<std::byte*>(p.o) + place * bytes + i % chunks * 16) = uint4{};
+    const std::int64_t byte = place * bytes + i % chunks * 16;
+    *reinterpret_cast<uint4*>(static_cast<std::byte*>(p.o) + byte) = uint4{};
+    if (p.workspace.residual != nullptr) {
+      *reinterpret_cast<uint4*>(static_cast<std::byte*>(p.workspace.residual) + byte) = uint4{};
+    }
     p.lse[place] = -INFINITY;
+    if (p.workspace.rows != nullptr) *record_of(work, group * 64 + i / chunks) = {};
   }
+}
+
+template <class Traits>
+__device__ RowRecord* Consumer<Traits>::record_of(const Work& work, int query) const {
+  return p.workspace.rows + work.head * p.sizes.rows_q() + work.item.query_row + query;
 }
 
 template <class Traits>
@@ -82,6 +92,10 @@ __device__ void Consumer<Traits>::store(const Work& work) {
     if (quad == 0 && work.part == 0 && query < work.item.queries) {
       const float log2 = state.base[r] - sum.unit + log2f(sum.value);
       p.lse[place] = empty ? -INFINITY : log2 * std::numbers::ln2_v<float>;
+      if (p.workspace.rows != nullptr) {
+        *record_of(work, query) =
+            empty ? RowRecord{} : RowRecord{state.base[r], inverse, sum.unit, kept(Kept::most, r)};
+      }
     }
 #pragma unroll
     for (int i = 2 * r; i < static_cast<int>(Traits::kOutputs); i += 4) {
@@ -98,13 +112,28 @@ __device__ void Consumer<Traits>::store(const Work& work) {
   switch (p.dtype) {
     case DType::bf16: return write<__nv_bfloat162>(work);
     case DType::f16: return write<__half2>(work);
-    default: return write<float2>(work);
+    default: return write_rows<float2>(work, p.o);
   }
 }
 
 template <class Traits>
 template <class Pair>
 __device__ void Consumer<Traits>::write(const Work& work) {
+  write_rows<Pair>(work, p.o);
+  if (p.workspace.residual == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(Traits::kOutputs); i += 2) {
+    Pair two;
+    round(sums[i], sums[i + 1], two);
+    sums[i] -= static_cast<float>(two.x);
+    sums[i + 1] -= static_cast<float>(two.y);
+  }
+  write_rows<Pair>(work, p.workspace.residual);
+}
+
+template <class Traits>
+template <class Pair>
+__device__ void Consumer<Traits>::write_rows(const Work& work, void* rows) {
   constexpr int kChunks = Traits::kValueDims / 2 * sizeof(Pair) / 16;  // Of a row.
   const int warp = thread / 32;
   auto* own = reinterpret_cast<std::byte*>(&shared.sums[group][0][warp * 32]);
@@ -129,11 +158,11 @@ __device__ void Consumer<Traits>::write(const Work& work) {
   __syncwarp();
   const std::int64_t bytes = std::int64_t{p.sizes.value_dim} / 2 * static_cast<std::int64_t>(sizeof(Pair));
   const int inside = static_cast<int>(min(bytes / 16 - work.part * kChunks, std::int64_t{kChunks}));
-  auto* out = static_cast<std::byte*>(p.o) + work.head * bytes + work.part * kChunks * 16;
-#pragma unroll 1
-  for (int slot = lane; slot < 16 * kChunks; slot += 32) {
-    const int local = slot / kChunks;
-    const int chunk = slot % kChunks;
+  auto* out = static_cast<std::byte*>(rows) + work.head * bytes + work.part * kChunks * 16;
+#pragma unroll 4
+  for (int i = 0; i < kChunks / 2; ++i) {
+    const int local = (32 * i + lane) / kChunks;
+    const int chunk = (32 * i + lane) % kChunks;
     const int query = group * 64 + warp * 16 + local;
     if (query >= work.item.queries || chunk >= inside) continue;
     const std::int64_t place = (std::int64_t{work.item.query_row} + query) * p.sizes.heads;

@@ -107,7 +107,8 @@ __device__ void Consumer<Traits>::weigh_held(const Work& work, const Held& at) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     most[r] = largest_of_row(most[r]);
-    step[r] = fabsf(most[r]) <= kNear ? raise(r, exp2_fast(most[r])) : raise_far(r, most[r]);
+    const float weight = largest_weight(r);  // Not under the condition, which rows decide: its lanes meet.
+    step[r] = fabsf(most[r]) <= kNear ? raise(r, weight) : raise_far(r, most[r]);
   }
   if (at.apart) count_apart(work, at, step);
 #pragma unroll
@@ -117,6 +118,16 @@ __device__ void Consumer<Traits>::weigh_held(const Work& work, const Held& at) {
   }
 #pragma unroll
   for (int a = 0; a < kScores / 8; ++a) encode<Whole>({}, at.first, a);
+}
+
+template <class Traits>
+__device__ float Consumer<Traits>::largest_weight(int r) const {
+  float most = 0;
+#pragma unroll
+  for (int i = 2 * r; i < static_cast<int>(kScores); i += 4) {
+    most = fmaxf(most, fmaxf(exp2_fast(scores[i]), exp2_fast(scores[i + 1])));
+  }
+  return largest_of_row(most);
 }
 
 template <class Traits>

@@ -86,20 +86,29 @@ Result<Event> record_event() {
   return owner;
 }
 
-/// The milliseconds between the events; everything before `stop` has ended.
-Result<double> compute(const ForwardCall& call, const Recipe& recipe) {
-  const Result<std::size_t> bytes = workspace_bytes(call, recipe);
+/// A workspace on the device, aligned as a call asks for.
+struct Space {
+  DeviceMemory memory;
+  Execution execution;
+};
+
+Result<Space> make_space(const Result<std::size_t>& bytes, std::string_view name) {
   if (!bytes.ok()) return bytes.error();
   constexpr std::size_t kAlignment = 256;
-  const Result<DeviceMemory> workspace = allocate(*bytes + kAlignment, "the workspace");
-  if (!workspace.ok()) return workspace.error();
-  void* aligned = workspace->get();
+  Result<DeviceMemory> memory = allocate(*bytes + kAlignment, name);
+  if (!memory.ok()) return memory.error();
+  void* aligned = memory->get();
   std::size_t space = *bytes + kAlignment;
   const Execution execution{std::align(kAlignment, *bytes, aligned, space), *bytes, nullptr};
+  return Space{*std::move(memory), execution};
+}
 
+/// The milliseconds that a call on the default stream takes; it has ended well.
+template <class Call>
+Result<double> time_of(const Execution& execution, const Call& call) {
   const Result<Event> start = record_event();
   if (!start.ok()) return start.error();
-  if (Status status = forward(call, recipe, execution); !status.ok()) return status.error();
+  if (Status status = call(); !status.ok()) return status.error();
   const Result<Event> stop = record_event();
   if (!stop.ok()) return stop.error();
   if (Status status = check(execution); !status.ok()) return status.error();
@@ -109,43 +118,107 @@ Result<double> compute(const ForwardCall& call, const Recipe& recipe) {
   return static_cast<double>(milliseconds);
 }
 
+/// A call on the default stream whose tensors are on the device. Copies are not in its time; quantization is, and
+/// cannot be told from the rest.
+struct DeviceCall {
+  DeviceMemory offsets_q, offsets_k, o, lse;
+  Operand q, k, v;
+  ForwardCall forward;
+};
+
+Result<DeviceCall> upload_call(const Problem& problem, const Inputs& inputs) {
+  const Packing& packing = problem.packing;
+  Result<DeviceMemory> offsets_q = upload_offsets(packing, &Document::q_begin, packing.tokens_q(), "cu_seqlens_q");
+  if (!offsets_q.ok()) return offsets_q.error();
+  Result<DeviceMemory> offsets_k = upload_offsets(packing, &Document::k_begin, packing.tokens_k(), "cu_seqlens_k");
+  if (!offsets_k.ok()) return offsets_k.error();
+  Result<Operand> q = upload_view(inputs.q, "q");
+  if (!q.ok()) return q.error();
+  Result<Operand> k = upload_view(inputs.k, "k");
+  if (!k.ok()) return k.error();
+  Result<Operand> v = upload_view(inputs.v, "v");
+  if (!v.ok()) return v.error();
+  const auto rows = static_cast<std::size_t>(inputs.q.tokens() * inputs.q.heads());
+  Result<DeviceMemory> o = allocate(rows * static_cast<std::size_t>(inputs.v.dims()) * size_of(inputs.q.dtype), "o");
+  if (!o.ok()) return o.error();
+  Result<DeviceMemory> lse = allocate(rows * sizeof(float), "lse");
+  if (!lse.ok()) return lse.error();
+
+  const DeviceDocuments documents{reinterpret_cast<const std::int32_t*>(offsets_q->get()),
+                                  reinterpret_cast<const std::int32_t*>(offsets_k->get()),
+                                  static_cast<std::int64_t>(packing.documents().size()), problem.mask, problem.scale};
+  const ForwardCall forward{
+      documents, {q->view, k->view, v->view, std::nullopt}, {o->get(), reinterpret_cast<float*>(lse->get())}};
+  return DeviceCall{*std::move(offsets_q), *std::move(offsets_k), *std::move(o), *std::move(lse),
+                    *std::move(q),         *std::move(k),         *std::move(v), forward};
+}
+
+Tensor tensor_like(const TensorView& view) {
+  return Tensor::uninitialized(view.dtype, {view.tokens(), view.heads(), view.dims()});
+}
+
 }  // namespace
 
 Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, const Inputs& inputs) {
-  const Packing& packing = problem.packing;
-  const Result<DeviceMemory> offsets_q =
-      upload_offsets(packing, &Document::q_begin, packing.tokens_q(), "cu_seqlens_q");
-  if (!offsets_q.ok()) return offsets_q.error();
-  const Result<DeviceMemory> offsets_k =
-      upload_offsets(packing, &Document::k_begin, packing.tokens_k(), "cu_seqlens_k");
-  if (!offsets_k.ok()) return offsets_k.error();
-  const Result<Operand> q = upload_view(inputs.q, "q");
-  if (!q.ok()) return q.error();
-  const Result<Operand> k = upload_view(inputs.k, "k");
-  if (!k.ok()) return k.error();
-  const Result<Operand> v = upload_view(inputs.v, "v");
-  if (!v.ok()) return v.error();
+  const Result<DeviceCall> call = upload_call(problem, inputs);
+  if (!call.ok()) return call.error();
+  const Result<Space> space = make_space(workspace_bytes(call->forward, recipe), "the workspace");
+  if (!space.ok()) return space.error();
+  const Result<double> milliseconds =
+      time_of(space->execution, [&] { return forward(call->forward, recipe, space->execution); });
+  if (!milliseconds.ok()) return milliseconds.error();
 
   ForwardResult result;
+  result.timing.compute_ms = *milliseconds;
+  result.timing.device_ms = *milliseconds;
   result.o = Tensor::uninitialized(inputs.q.dtype, {inputs.q.tokens(), inputs.q.heads(), inputs.v.dims()});
   result.lse = Tensor::uninitialized(DType::f32, {inputs.q.tokens(), inputs.q.heads()});
-  const Result<DeviceMemory> o = allocate(result.o.data.size(), "o");
-  if (!o.ok()) return o.error();
-  const Result<DeviceMemory> lse = allocate(result.lse.data.size(), "lse");
-  if (!lse.ok()) return lse.error();
+  if (Status status = download(result.o.data, call->o.get(), "o"); !status.ok()) return status.error();
+  if (Status status = download(result.lse.data, call->lse.get(), "lse"); !status.ok()) return status.error();
+  return result;
+}
 
-  const ForwardCall call{
-      {reinterpret_cast<const std::int32_t*>(offsets_q->get()), reinterpret_cast<const std::int32_t*>(offsets_k->get()),
-       static_cast<std::int64_t>(packing.documents().size()), problem.mask, problem.scale},
-      {q->view, k->view, v->view, std::nullopt},
-      {o->get(), reinterpret_cast<float*>(lse->get())}};
-  // Copies are not in it; quantization is, and cannot be told from the rest.
-  const Result<double> milliseconds = compute(call, recipe);
+Result<BackwardResult> backward(const Problem& problem, const Recipe& recipe, const Inputs& inputs,
+                                const Options& options) {
+  Result<DeviceCall> call = upload_call(problem, inputs);
+  if (!call.ok()) return call.error();
+  const Result<Operand> dout = upload_view(*inputs.dout, "do");
+  if (!dout.ok()) return dout.error();
+  call->forward.inputs.dout = dout->view;
+  std::optional<Operand> dlse;
+  if (inputs.dlse) {
+    Result<Operand> uploaded = upload_view(*inputs.dlse, "dlse");
+    if (!uploaded.ok()) return uploaded.error();
+    dlse = *std::move(uploaded);
+    call->forward.inputs.dlse = dlse->view;
+  }
+  call->forward.training = true;
+  const Result<Space> saved = make_space(workspace_bytes(call->forward, recipe), "the forward's workspace");
+  if (!saved.ok()) return saved.error();
+  if (Status status = forward(call->forward, recipe, saved->execution); !status.ok()) return status.error();
+
+  BackwardResult result{tensor_like(inputs.q), tensor_like(inputs.k), tensor_like(inputs.v), {}, {}};
+  const Result<DeviceMemory> dq = allocate(result.dq.data.size(), "dq");
+  if (!dq.ok()) return dq.error();
+  const Result<DeviceMemory> dk = allocate(result.dk.data.size(), "dk");
+  if (!dk.ok()) return dk.error();
+  const Result<DeviceMemory> dv = allocate(result.dv.data.size(), "dv");
+  if (!dv.ok()) return dv.error();
+  const BackwardCall back{call->forward,
+                          saved->execution.workspace,
+                          {dq->get(), dk->get(), dv->get()},
+                          options.deterministic,
+                          options.seed};
+  const Result<Space> space = make_space(backward_workspace_bytes(back, recipe), "the backward's workspace");
+  if (!space.ok()) return space.error();
+  const Result<double> milliseconds =
+      time_of(space->execution, [&] { return backward(back, recipe, space->execution); });
   if (!milliseconds.ok()) return milliseconds.error();
   result.timing.compute_ms = *milliseconds;
   result.timing.device_ms = *milliseconds;
-  if (Status status = download(result.o.data, o->get(), "o"); !status.ok()) return status.error();
-  if (Status status = download(result.lse.data, lse->get(), "lse"); !status.ok()) return status.error();
+  if (Status status = download(result.dq.data, dq->get(), "dq"); !status.ok()) return status.error();
+  if (Status status = download(result.dk.data, dk->get(), "dk"); !status.ok()) return status.error();
+  if (Status status = download(result.dv.data, dv->get(), "dv"); !status.ok()) return status.error();
   return result;
 }
 

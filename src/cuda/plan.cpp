@@ -13,62 +13,6 @@
 namespace mxflash::cuda {
 namespace {
 
-Workspace at(void* base, const Layout& layout) {
-  const Placer place{static_cast<std::byte*>(base)};
-  Workspace work;
-  place(work.control, layout.control);
-  place(work.items, layout.items);
-  place(work.tiles, layout.tiles);
-  place(work.costs, layout.costs);
-  place(work.slots, layout.slots);
-  place(work.costs_out, layout.costs_out);
-  place(work.order, layout.order);
-  work.sort = place.workspace + layout.sort;
-  work.sort_bytes = layout.sort_bytes;
-  place(work.query_scale, layout.query_scale);
-  place(work.key_scale, layout.key_scale);
-  place(work.ranges, layout.ranges);
-  place(work.query_codes, layout.query_codes);
-  place(work.key_codes, layout.key_codes);
-  place(work.value_codes, layout.value_codes);
-  return work;
-}
-
-/// Rows of eight dims at a time need 16-byte loads; others are read by the element.
-Source source_of(const TensorView& view, const Operand& operand) {
-  Source source;
-  source.data = view.data;
-  source.dtype = view.dtype;
-  source.token_stride = view.stride[0];
-  source.head_stride = view.stride[1];
-  source.dim_stride = view.stride[2];
-  const auto bytes = static_cast<std::int64_t>(size_of(view.dtype));
-  const auto aligned = [](std::int64_t x) { return x % 16 == 0; };
-  source.vectors = view.stride[2] == 1 &&
-                   aligned(static_cast<std::int64_t>(std::bit_cast<std::uintptr_t>(view.data))) &&
-                   aligned(view.stride[0] * bytes) && aligned(view.stride[1] * bytes);
-  source.scale_tokens = operand.block.rows;
-  return source;
-}
-
-Band band_of(const Mask& mask) {
-  constexpr std::int64_t kFar = std::int64_t{1} << 40;
-  const auto bound = [](std::int64_t side) { return side >= Mask::unbounded ? kFar : side < -kFar ? -kFar : side; };
-  return {bound(mask.left), bound(mask.right)};
-}
-
-Status check_execution(const Execution& execution, std::size_t bytes) {
-  if (execution.workspace_bytes < bytes) {
-    return invalid(fmt::format("workspace_bytes: {} given, at least {} allowed", execution.workspace_bytes, bytes));
-  }
-  const auto address = std::bit_cast<std::uintptr_t>(execution.workspace);
-  if (execution.workspace == nullptr || address % Planner::kAlignment != 0) {
-    return invalid(
-        fmt::format("workspace: address {:#x} given, a multiple of {} other than 0 allowed", address, Planner::kAlignment));
-  }
-  return {};
-}
-
 /// Of the kernels on E4M3 codes.
 void take_codes(const Sizes& sizes, Planner& planner, Layout& layout) {
   const auto rows_q = static_cast<std::size_t>(sizes.rows_q() * sizes.heads);
@@ -99,15 +43,85 @@ void take_tables(const Sizes& sizes, const Recipe& recipe, Planner& planner, Lay
   }
 }
 
+/// What the backward wants of the forward beside the codes.
+void take_saved(const Sizes& sizes, DType dtype, Planner& planner, Layout& layout) {
+  layout.rows = planner.take(static_cast<std::size_t>(sizes.rows_q() * sizes.heads) * sizeof(RowRecord));
+  if (dtype == DType::f32) return;
+  const auto outputs = static_cast<std::size_t>(std::int64_t{sizes.tokens_q} * sizes.heads * sizes.value_dim);
+  layout.residual = planner.take(outputs * size_of(dtype));
+}
+
 }  // namespace
 
-Result<Layout> plan(const Sizes& sizes, const Recipe& recipe) {
-  const auto slots = static_cast<std::size_t>(sizes.item_slots());
-  const std::int64_t sort_bytes = sort_scratch_bytes(sizes.item_slots());
-  if (Status status = status_of(static_cast<cudaError_t>(sort_bytes < 0 ? -sort_bytes : 0), "the size of the sort");
-      !status.ok()) {
-    return status.error();
+Workspace workspace_at(void* base, const Layout& layout) {
+  const Placer place{static_cast<std::byte*>(base)};
+  Workspace work;
+  place(work.control, layout.control);
+  place(work.items, layout.items);
+  place(work.tiles, layout.tiles);
+  place(work.costs, layout.costs);
+  place(work.slots, layout.slots);
+  place(work.costs_out, layout.costs_out);
+  place(work.order, layout.order);
+  work.sort = place.workspace + layout.sort;
+  work.sort_bytes = layout.sort_bytes;
+  place(work.query_scale, layout.query_scale);
+  place(work.key_scale, layout.key_scale);
+  place(work.ranges, layout.ranges);
+  place(work.query_codes, layout.query_codes);
+  place(work.key_codes, layout.key_codes);
+  place(work.value_codes, layout.value_codes);
+  if (layout.rows != 0) place(work.rows, layout.rows);
+  if (layout.residual != 0) work.residual = place.workspace + layout.residual;
+  return work;
+}
+
+Result<std::size_t> sort_bytes_of(std::int64_t slots) {
+  const std::int64_t bytes = sort_scratch_bytes(slots);
+  const auto code = static_cast<cudaError_t>(bytes < 0 ? -bytes : 0);
+  if (Status status = status_of(code, "the size of the sort"); !status.ok()) return status.error();
+  return static_cast<std::size_t>(bytes);
+}
+
+/// Rows of eight dims at a time need 16-byte loads; others are read by the element.
+Source source_of(const TensorView& view, const Operand& operand) {
+  Source source;
+  source.data = view.data;
+  source.dtype = view.dtype;
+  source.token_stride = view.stride[0];
+  source.head_stride = view.stride[1];
+  source.dim_stride = view.stride[2];
+  const auto bytes = static_cast<std::int64_t>(size_of(view.dtype));
+  const auto aligned = [](std::int64_t x) { return x % 16 == 0; };
+  source.vectors = view.stride[2] == 1 &&
+                   aligned(static_cast<std::int64_t>(std::bit_cast<std::uintptr_t>(view.data))) &&
+                   aligned(view.stride[0] * bytes) && aligned(view.stride[1] * bytes);
+  source.scale_tokens = operand.block.rows;
+  return source;
+}
+
+Band band_of(const Mask& mask) {
+  constexpr std::int64_t kFar = std::int64_t{1} << 40;
+  const auto bound = [](std::int64_t side) { return side >= Mask::unbounded ? kFar : side < -kFar ? -kFar : side; };
+  return {bound(mask.left), bound(mask.right)};
+}
+
+Status check_workspace(const Execution& execution, std::size_t bytes) {
+  if (execution.workspace_bytes < bytes) {
+    return invalid(fmt::format("workspace_bytes: {} given, at least {} allowed", execution.workspace_bytes, bytes));
   }
+  const auto address = std::bit_cast<std::uintptr_t>(execution.workspace);
+  if (execution.workspace == nullptr || address % Planner::kAlignment != 0) {
+    return invalid(fmt::format("workspace: address {:#x} given, a multiple of {} other than 0 allowed", address,
+                               Planner::kAlignment));
+  }
+  return {};
+}
+
+Result<Layout> plan(const Sizes& sizes, const ForwardCall& call, const Recipe& recipe) {
+  const auto slots = static_cast<std::size_t>(sizes.item_slots());
+  const Result<std::size_t> sort_bytes = sort_bytes_of(sizes.item_slots());
+  if (!sort_bytes.ok()) return sort_bytes.error();
   Planner planner;
   Layout layout;
   layout.control = planner.take(sizeof(Control));
@@ -117,13 +131,14 @@ Result<Layout> plan(const Sizes& sizes, const Recipe& recipe) {
   layout.slots = planner.take(slots * sizeof(std::int32_t));
   layout.costs_out = planner.take(slots * sizeof(std::uint64_t));
   layout.order = planner.take(slots * sizeof(std::int32_t));
-  layout.sort_bytes = static_cast<std::size_t>(sort_bytes);
+  layout.sort_bytes = *sort_bytes;
   layout.sort = planner.take(layout.sort_bytes);
   if (multiplies_codes(recipe)) {
     take_codes(sizes, planner, layout);
   } else {
     take_tables(sizes, recipe, planner, layout);
   }
+  if (call.training) take_saved(sizes, call.inputs.q.dtype, planner, layout);
   layout.bytes = planner.end();
   return layout;
 }
@@ -131,10 +146,10 @@ Result<Layout> plan(const Sizes& sizes, const Recipe& recipe) {
 Result<Launches> prepare(const ForwardCall& call, const Recipe& recipe, const Execution& execution) {
   const Result<Sizes> sizes = check_call(call, recipe);
   if (!sizes.ok()) return sizes.error();
-  const Result<Layout> layout = plan(*sizes, recipe);
+  const Result<Layout> layout = plan(*sizes, call, recipe);
   if (!layout.ok()) return layout.error();
-  if (Status status = check_execution(execution, layout->bytes); !status.ok()) return status.error();
-  const Workspace work = at(execution.workspace, *layout);
+  if (Status status = check_workspace(execution, layout->bytes); !status.ok()) return status.error();
+  const Workspace work = workspace_at(execution.workspace, *layout);
   const Offsets offsets{call.documents.cu_seqlens_q, call.documents.cu_seqlens_k};
   const Band band = band_of(call.documents.mask);
   const Rotation rotation = rotation_of(recipe, sizes->head_dim);

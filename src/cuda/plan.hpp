@@ -49,7 +49,15 @@ struct Placer {
   }
 };
 
-Result<Layout> plan(const Sizes& sizes, const Recipe& recipe);
+/// Scratch of the sort of so many slots.
+Result<std::size_t> sort_bytes_of(std::int64_t slots);
+Source source_of(const TensorView& view, const Operand& operand);
+Band band_of(const Mask& mask);
+Status check_workspace(const Execution& execution, std::size_t bytes);
+Workspace workspace_at(void* base, const Layout& layout);
+
+/// `sizes`: of the call.
+Result<Layout> plan(const Sizes& sizes, const ForwardCall& call, const Recipe& recipe);
 /// Checks the call and the workspace.
 Result<Launches> prepare(const ForwardCall& call, const Recipe& recipe, const Execution& execution);
 

@@ -17,23 +17,24 @@ class CudaEngine final : public Engine {
  public:
   [[nodiscard]] std::string_view name() const override { return "cuda"; }
   [[nodiscard]] std::string_view description() const override {
-    return "tensor cores of an NVIDIA Hopper GPU, forward only; tensors in host memory are copied there and back";
+    return "tensor cores of an NVIDIA Hopper GPU, the backward of some recipes; tensors in host memory are copied "
+           "there "
+           "and back";
   }
   [[nodiscard]] Status available() const override { return cuda::available(); }
   [[nodiscard]] Status supports(const Recipe& recipe, Pass pass, const Options& options) const override {
-    if (pass == Pass::backward) return unsupported("cuda has no backward yet; engine cpu has it");
     if (options.statistics) {
       return unsupported("statistics: asked for, which cuda does not count; only engines cpu and reference do");
     }
-    return cuda::supports(recipe);
+    return pass == Pass::backward ? cuda::supports_backward(recipe) : cuda::supports(recipe);
   }
   [[nodiscard]] Result<ForwardResult> forward(const Problem& problem, const Recipe& recipe, const Inputs& inputs,
                                               const Options&) const override {
     return cuda::forward(problem, recipe, inputs);
   }
-  [[nodiscard]] Result<BackwardResult> backward(const Problem&, const Recipe& recipe, const Inputs&,
+  [[nodiscard]] Result<BackwardResult> backward(const Problem& problem, const Recipe& recipe, const Inputs& inputs,
                                                 const Options& options) const override {
-    return supports(recipe, Pass::backward, options).error();
+    return cuda::backward(problem, recipe, inputs, options);
   }
 };
 

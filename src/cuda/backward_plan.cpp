@@ -1,0 +1,138 @@
+#include "cuda/backward_plan.hpp"
+
+#include <algorithm>
+#include <numbers>
+
+#include "arguments/rotation.hpp"
+#include "cuda/arguments.hpp"
+#include "cuda/runtime.hpp"
+
+namespace mxflash::cuda {
+namespace {
+
+BackwardWorkspace backward_workspace_at(void* base, const BackwardLayout& layout) {
+  const Placer place{static_cast<std::byte*>(base)};
+  BackwardWorkspace work;
+  place(work.control, layout.control);
+  place(work.items, layout.items);
+  place(work.costs, layout.costs);
+  place(work.slots, layout.slots);
+  place(work.costs_out, layout.costs_out);
+  place(work.order, layout.order);
+  work.sort = place.workspace + layout.sort;
+  work.sort_bytes = layout.sort_bytes;
+  place(work.turns, layout.turns);
+  place(work.dout_base, layout.dout_base);
+  place(work.dout_records, layout.dout_records);
+  place(work.query_tiles, layout.query_tiles);
+  place(work.dout_codes, layout.dout_codes);
+  place(work.dout_columns, layout.dout_columns);
+  place(work.query_columns, layout.query_columns);
+  place(work.key_columns, layout.key_columns);
+  place(work.value_rows, layout.value_rows);
+  place(work.dq_sums, layout.dq_sums);
+  place(work.dk_sums, layout.dk_sums);
+  place(work.scratch, layout.scratch);
+  return work;
+}
+
+/// The work list of key tiles.
+void take_items(const BackwardSizes& sizes, std::size_t sort_bytes, Planner& planner, BackwardLayout& layout) {
+  const auto slots = static_cast<std::size_t>(sizes.forward.tile_slots());
+  layout.control = planner.take(sizeof(Control));
+  layout.items = planner.take(slots * sizeof(KeyItem));
+  layout.costs = planner.take(slots * sizeof(std::uint64_t));
+  layout.slots = planner.take(slots * sizeof(std::int32_t));
+  layout.costs_out = planner.take(slots * sizeof(std::uint64_t));
+  layout.order = planner.take(slots * sizeof(std::int32_t));
+  layout.sort_bytes = sort_bytes;
+  layout.sort = planner.take(sort_bytes);
+}
+
+void take_operands(const BackwardSizes& sizes, Planner& planner, BackwardLayout& layout) {
+  const Sizes& of = sizes.forward;
+  const auto heads = static_cast<std::size_t>(of.heads);
+  const auto kv_heads = static_cast<std::size_t>(of.kv_heads);
+  const auto dims = static_cast<std::size_t>(sizes.dims);
+  const auto rows_q = static_cast<std::size_t>(of.rows_q());
+  const auto rows_k = static_cast<std::size_t>(of.rows_k());
+  const auto query_slots = static_cast<std::size_t>(sizes.query_slots());
+  const auto query_columns = static_cast<std::size_t>(sizes.query_columns());
+  layout.turns = planner.take(heads * query_slots * sizeof(std::uint32_t));
+  layout.dout_base = planner.take(heads * static_cast<std::size_t>(of.documents) * sizeof(std::int32_t));
+  layout.dout_records = planner.take(heads * rows_q * sizeof(DoutRecord));
+  layout.query_tiles = planner.take(heads * query_slots * sizeof(QueryTile));
+  layout.dout_codes = planner.take(heads * rows_q * dims);
+  layout.dout_columns = planner.take(heads * dims * query_columns);
+  layout.query_columns = planner.take(heads * dims * query_columns);
+  layout.key_columns = planner.take(kv_heads * dims * static_cast<std::size_t>(of.columns()));
+  layout.value_rows = planner.take(kv_heads * (rows_k + kTileRows) * dims);
+  layout.dq_sums = planner.take(heads * rows_q * dims * sizeof(float));
+  layout.dk_sums = planner.take(kv_heads * rows_k * dims * sizeof(float));
+}
+
+}  // namespace
+
+BackwardSizes backward_sizes(const Sizes& forward) {
+  const std::int32_t most = std::max(forward.head_dim, forward.value_dim);
+  const std::int32_t dims = most <= 64 ? 64 : most <= 128 ? 128 : 256;
+  return {forward, dims, dims <= 128 ? 1 : 2};
+}
+
+Result<BackwardLayout> plan_backward(const BackwardSizes& sizes, std::int64_t processors) {
+  const Result<std::size_t> sort_bytes = sort_bytes_of(sizes.forward.tile_slots());
+  if (!sort_bytes.ok()) return sort_bytes.error();
+  Planner planner;
+  BackwardLayout layout;
+  take_items(sizes, *sort_bytes, planner, layout);
+  take_operands(sizes, planner, layout);
+  layout.scratch = planner.take(static_cast<std::size_t>(processors) * scratch_bytes(sizes));
+  layout.bytes = planner.end();
+  return layout;
+}
+
+Result<std::int64_t> processor_count() {
+  int device = 0;
+  int processors = 0;
+  if (Status status = status_of(cudaGetDevice(&device), "the current device"); !status.ok()) return status.error();
+  const cudaError_t code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (Status status = status_of(code, "the number of processors"); !status.ok()) return status.error();
+  return processors;
+}
+
+Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe& recipe, const Execution& execution) {
+  const Result<Sizes> forward = check_backward_call(call, recipe);
+  if (!forward.ok()) return forward.error();
+  const Result<std::int64_t> processors = processor_count();
+  if (!processors.ok()) return processors.error();
+  const BackwardSizes sizes = backward_sizes(*forward);
+  const Result<BackwardLayout> layout = plan_backward(sizes, *processors);
+  if (!layout.ok()) return layout.error();
+  if (Status status = check_workspace(execution, layout->bytes); !status.ok()) return status.error();
+  const Result<Layout> saved_layout = plan(*forward, call.forward, recipe);
+  if (!saved_layout.ok()) return saved_layout.error();
+
+  // Nothing is written through it.
+  const Workspace saved = workspace_at(const_cast<void*>(call.saved), *saved_layout);
+  const BackwardWorkspace work = backward_workspace_at(execution.workspace, *layout);
+  const DeviceDocuments& documents = call.forward.documents;
+  const Offsets offsets{documents.cu_seqlens_q, documents.cu_seqlens_k};
+  const Band band = band_of(documents.mask);
+  const Rotation rotation = rotation_of(recipe, forward->head_dim);
+  const std::int32_t shift = rotation.on ? rotation.shift : -1;
+  const double scale = softmax_scale(documents.scale, rotation, forward->head_dim);
+  const auto logit_scale = static_cast<float>(scale * std::numbers::log2e);
+  const auto ds_scale = static_cast<float>(scale);
+  const TensorView& dout = *call.forward.inputs.dout;
+  const TensorView dlse = call.forward.inputs.dlse.value_or(TensorView{});
+  const bool exact_queries = recipe.dq.weights.block != Block::square32();
+  const Gradients& out = call.gradients;
+  return BackwardLaunches{
+      {sizes, offsets, band, saved, work},
+      {sizes, offsets, saved, work, source_of(dout, recipe.dp.left), call.forward.outputs.o,
+       reinterpret_cast<const float*>(dlse.data), dlse.stride[0], dlse.stride[1], logit_scale, ds_scale},
+      {sizes, band, saved, work, logit_scale, ds_scale, call.deterministic, exact_queries, dout.dtype, out.dv},
+      {sizes, saved, work, shift, dout.dtype, out.dq, out.dk, out.dv}};
+}
+
+}  // namespace mxflash::cuda
