@@ -5,6 +5,8 @@
 
 #include "arguments/rotation.hpp"
 #include "cuda/arguments.hpp"
+#include "cuda/embed_backward_plan.hpp"
+#include "cuda/embed_plan.hpp"
 #include "cuda/runtime.hpp"
 
 namespace mxflash::cuda {
@@ -71,6 +73,15 @@ void take_operands(const BackwardSizes& sizes, Planner& planner, BackwardLayout&
   layout.dk_sums = planner.take(kv_heads * rows_k * dims * sizeof(float));
 }
 
+Result<std::int64_t> processor_count() {
+  int device = 0;
+  int processors = 0;
+  if (Status status = status_of(cudaGetDevice(&device), "the current device"); !status.ok()) return status.error();
+  const cudaError_t code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (Status status = status_of(code, "the number of processors"); !status.ok()) return status.error();
+  return processors;
+}
+
 }  // namespace
 
 BackwardSizes backward_sizes(const Sizes& forward) {
@@ -91,31 +102,29 @@ Result<BackwardLayout> plan_backward(const BackwardSizes& sizes, std::int64_t pr
   return layout;
 }
 
-Result<std::int64_t> processor_count() {
-  int device = 0;
-  int processors = 0;
-  if (Status status = status_of(cudaGetDevice(&device), "the current device"); !status.ok()) return status.error();
-  const cudaError_t code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (Status status = status_of(code, "the number of processors"); !status.ok()) return status.error();
-  return processors;
+Result<std::size_t> backward_bytes(const Sizes& forward, const Recipe& recipe) {
+  if (!multiplies_codes_backward(recipe)) return plan_gradients(forward, recipe).bytes;
+  const Result<std::int64_t> processors = processor_count();
+  if (!processors.ok()) return processors.error();
+  const Result<BackwardLayout> layout = plan_backward(backward_sizes(forward), *processors);
+  if (!layout.ok()) return layout.error();
+  return layout->bytes;
 }
 
 Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe& recipe, const Execution& execution) {
   const Result<Sizes> forward = check_backward_call(call, recipe);
   if (!forward.ok()) return forward.error();
-  const Result<std::int64_t> processors = processor_count();
-  if (!processors.ok()) return processors.error();
-  const BackwardSizes sizes = backward_sizes(*forward);
-  const Result<BackwardLayout> layout = plan_backward(sizes, *processors);
-  if (!layout.ok()) return layout.error();
-  if (Status status = check_workspace(execution, layout->bytes); !status.ok()) return status.error();
+  const Result<std::size_t> bytes = backward_bytes(*forward, recipe);
+  if (!bytes.ok()) return bytes.error();
+  if (Status status = check_workspace(execution, *bytes); !status.ok()) return status.error();
   const Result<Layout> saved_layout = plan(*forward, call.forward, recipe);
   if (!saved_layout.ok()) return saved_layout.error();
 
   // Nothing is written through it.
-  const Workspace saved = workspace_at(const_cast<void*>(call.saved), *saved_layout);
-  const BackwardWorkspace work = backward_workspace_at(execution.workspace, *layout);
+  void* const saved_base = const_cast<void*>(call.saved);
+  const Workspace saved = workspace_at(saved_base, *saved_layout);
   const DeviceDocuments& documents = call.forward.documents;
+  const Inputs& inputs = call.forward.inputs;
   const Offsets offsets{documents.cu_seqlens_q, documents.cu_seqlens_k};
   const Band band = band_of(documents.mask);
   const Rotation rotation = rotation_of(recipe, forward->head_dim);
@@ -123,16 +132,49 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
   const double scale = softmax_scale(documents.scale, rotation, forward->head_dim);
   const auto logit_scale = static_cast<float>(scale * std::numbers::log2e);
   const auto ds_scale = static_cast<float>(scale);
-  const TensorView& dout = *call.forward.inputs.dout;
-  const TensorView dlse = call.forward.inputs.dlse.value_or(TensorView{});
-  const bool exact_queries = recipe.dq.weights.block != Block::square32();
+  const TensorView& dout = *inputs.dout;
+  const TensorView dlse = inputs.dlse.value_or(TensorView{});
+  const auto* dlse_data = reinterpret_cast<const float*>(dlse.data);
   const Gradients& out = call.gradients;
-  return BackwardLaunches{
-      {sizes, offsets, band, saved, work},
-      {sizes, offsets, saved, work, source_of(dout, recipe.dp.left), call.forward.outputs.o,
-       reinterpret_cast<const float*>(dlse.data), dlse.stride[0], dlse.stride[1], logit_scale, ds_scale},
-      {sizes, band, saved, work, logit_scale, ds_scale, call.deterministic, exact_queries, dout.dtype, out.dv},
-      {sizes, saved, work, shift, dout.dtype, out.dq, out.dk, out.dv}};
+  BackwardLaunches launches{};
+  if (!multiplies_codes_backward(recipe)) {
+    EmbedBackwardArguments of;
+    of.sizes = *forward;
+    of.offsets = offsets;
+    of.band = band;
+    of.saved = saved;
+    of.forward = embedded_tables(saved_base, *saved_layout, recipe);
+    of.seed = call.seed;
+    of.logit_scale = logit_scale;
+    of.scale = ds_scale;
+    of.rotation_shift = shift;
+    of.dlse = dlse_data;
+    of.dlse_token_stride = dlse.stride[0];
+    of.dlse_head_stride = dlse.stride[1];
+    of.dtype = dout.dtype;
+    of.dq = out.dq;
+    of.dk = out.dk;
+    of.dv = out.dv;
+    // Which operand it is matters to the kernels on codes alone.
+    const GradientSources sources{source_of(inputs.q, {}), source_of(inputs.k, {}), source_of(inputs.v, {}),
+                                  source_of(dout, {})};
+    launches.embedded = embed_backward_launches(of, sources, recipe, execution.workspace);
+    return launches;
+  }
+  const Result<std::int64_t> processors = processor_count();
+  if (!processors.ok()) return processors.error();
+  const BackwardSizes sizes = backward_sizes(*forward);
+  const Result<BackwardLayout> layout = plan_backward(sizes, *processors);
+  if (!layout.ok()) return layout.error();
+  const BackwardWorkspace work = backward_workspace_at(execution.workspace, *layout);
+  const bool exact_queries = recipe.dq.weights.block != Block::square32();
+  launches.schedule = {sizes, offsets, band, saved, work};
+  launches.prepare = {sizes, offsets, saved, work, source_of(dout, recipe.dp.left), call.forward.outputs.o, dlse_data,
+                      dlse.stride[0], dlse.stride[1], logit_scale, ds_scale};
+  launches.backward = {sizes, band, saved, work, logit_scale, ds_scale, call.deterministic, exact_queries, dout.dtype,
+                       out.dv};
+  launches.finish = {sizes, saved, work, shift, dout.dtype, out.dq, out.dk, out.dv};
+  return launches;
 }
 
 }  // namespace mxflash::cuda

@@ -23,25 +23,28 @@ __device__ Tiles tiles_of(std::int64_t begin, std::int64_t end, std::int64_t cou
   return {static_cast<std::int32_t>(begin / kTileRows), static_cast<std::int32_t>((end + kTileRows - 1) / kTileRows)};
 }
 
-/// The block's queries: all but the first key.
+/// The block's queries, for all threads; false: there are none.
 __device__ bool find_queries(const EmbedBackwardArguments& a, Pair& pair) {
   const auto place = static_cast<std::uint32_t>(blockIdx.x / a.sizes.heads);  // Longest first.
   if (a.saved.costs_out[place] == 0) return false;
-  pair.item = a.saved.items[a.saved.order[place]];
-  pair.head = static_cast<std::int32_t>(blockIdx.x % a.sizes.heads);
-  pair.kv_head = pair.head / (a.sizes.heads / a.sizes.kv_heads);
-  pair.first_query = pair.item.query_row - a.offsets.q[pair.item.document];
+  if (threadIdx.x == 0) {
+    pair.item = a.saved.items[a.saved.order[place]];
+    pair.head = static_cast<std::int32_t>(blockIdx.x % a.sizes.heads);
+    pair.kv_head = pair.head / (a.sizes.heads / a.sizes.kv_heads);
+    pair.first_query = pair.item.query_row - a.offsets.q[pair.item.document];
+  }
+  __syncthreads();
   return true;
 }
 
 /// `take` for every tile of keys that one of the pair's queries sees.
 template <class Take>
-__device__ void each_tile_of_keys(const EmbedBackwardArguments& a, PairTile& tile, Pair& pair, const Take& take) {
-  const std::int64_t first = pair.item.first_position;
-  const Tiles tiles = tiles_of(first - a.band.left, first + pair.item.queries + a.band.right, pair.item.keys);
+__device__ void each_tile_of_keys(PairTile& tile, const Take& take) {
+  const Item& item = tile.s.pair.item;
+  const std::int64_t first = item.first_position;
+  const Tiles tiles = tiles_of(first - tile.a.band.left, first + item.queries + tile.a.band.right, item.keys);
   for (std::int32_t t = tiles.first; t < tiles.end; ++t) {
-    pair.first_key = t * kTileRows;
-    tile.enter(pair);
+    tile.enter([t](Pair& pair) { pair.first_key = t * kTileRows; });
     take();
   }
 }
@@ -82,9 +85,9 @@ __device__ void look(const PairTile& tile, LargestLogits& most) {
 }
 
 /// References of 128 rows: the reference engine's, since their keys are met before any weight is made.
-__device__ GradientRow find_references(const EmbedBackwardArguments& a, PairTile& tile, Pair& pair) {
+__device__ GradientRow find_references(PairTile& tile) {
   LargestLogits most;
-  each_tile_of_keys(a, tile, pair, [&] {
+  each_tile_of_keys(tile, [&] {
     tile.multiply_scores();
     if (tile.seen()) look(tile, most);
   });
@@ -97,15 +100,15 @@ __device__ GradientRow find_references(const EmbedBackwardArguments& a, PairTile
 }
 
 /// A row's sum, and D.
-__device__ void add_up(const EmbedBackwardArguments& a, PairTile& tile, Pair& pair, GradientRow& row) {
+__device__ void add_up(PairTile& tile, GradientRow& row) {
   float sum = 0;
   float delta = 0;
-  each_tile_of_keys(a, tile, pair, [&] {
+  each_tile_of_keys(tile, [&] {
     tile.multiply_scores();
     float own = 0;
     if (tile.seen()) {
       tile.weigh([&](float counted, float plain) {
-        own += a.row_sum == RowSum::quantized ? counted : plain;
+        own += tile.a.row_sum == RowSum::quantized ? counted : plain;
         return counted;
       });
     }
@@ -125,14 +128,14 @@ __global__ void __launch_bounds__(kPairThreads, 1) embed_rows_kernel(const __gri
   extern __shared__ __align__(1024) std::uint8_t memory[];
   if (a.saved.control->status != 0) return;
   PairTile tile(a, *reinterpret_cast<PairShared*>(memory));
-  Pair pair;
-  if (!find_queries(a, pair)) return;
+  const Pair& pair = tile.s.pair;
+  if (!find_queries(a, tile.s.pair)) return;
   const auto query = static_cast<std::int32_t>(threadIdx.x);
   const std::int64_t place = std::int64_t{pair.head} * a.sizes.tokens_q + pair.item.query_row + query;
   const bool mine = query < pair.item.queries;
-  GradientRow row = find_references(a, tile, pair);
+  GradientRow row = find_references(tile);
   if (mine) a.tables.rows[place] = row;  // Where the second pass looks for it.
-  add_up(a, tile, pair, row);
+  add_up(tile, row);
   if (!mine) return;
   if (a.dlse != nullptr) {
     const float dlse = a.dlse[(std::int64_t{pair.item.query_row} + query) * a.dlse_token_stride +
@@ -152,9 +155,9 @@ __device__ void find_weights(PairTile& tile) {
 }
 
 /// From w to dS.
-__device__ void find_score_gradients(const EmbedBackwardArguments& a, PairTile& tile) {
+__device__ void find_score_gradients(PairTile& tile) {
   tile.multiply_gradients([&](float w, float dp, int row) {
-    return held(w * (dp - tile.s.row[tile.at.query() + row].delta) * a.scale, kFarLogit);
+    return held(w * (dp - tile.s.row[tile.at.query() + row].delta) * tile.a.scale, kFarLogit);
   });
 }
 
@@ -210,14 +213,14 @@ __global__ void __launch_bounds__(kPairThreads, 1)
   extern __shared__ __align__(1024) std::uint8_t memory[];
   if (a.saved.control->status != 0) return;
   PairTile tile(a, *reinterpret_cast<PairShared*>(memory));
-  Pair pair;
-  if (!find_queries(a, pair)) return;
+  const Pair& pair = tile.s.pair;
+  if (!find_queries(a, tile.s.pair)) return;
   const std::int64_t row = std::int64_t{pair.head} * a.sizes.tokens_q + pair.item.query_row;
   const SumRows sums{a.tables.dq + row * a.sizes.key_dims, a.sizes.key_dims, pair.item.queries};
   sums.clear();
-  each_tile_of_keys(a, tile, pair, [&] {
+  each_tile_of_keys(tile, [&] {
     find_weights(tile);
-    find_score_gradients(a, tile);
+    find_score_gradients(tile);
     const int own = max(tile.kind(a.dq_weights.kinds), 0);
     const float* folds = tile.s.key_fold[own] + tile.at.key();
     if (a.shared_codes == 0) {
@@ -228,11 +231,7 @@ __global__ void __launch_bounds__(kPairThreads, 1)
     const std::int64_t key = std::int64_t{pair.kv_head} * a.sizes.tokens_k + pair.item.key_row + pair.first_key;
     for (int kind = 0; kind < a.dq_weights.kinds; ++kind) {
       const TableRows keys = rows_of(a.tables.keys[kind].values, key, a.sizes.key_dims, pair.keys());
-      if (a.dq_weights.kinds == 1) {
-        add_product<OverKeys>(tile.s, AnySquare{}, keys, sums, 1.0F);
-      } else {
-        add_product<OverKeys>(tile.s, SquaresOf{kind}, keys, sums, 1.0F);
-      }
+      add_product<OverKeys>(tile.s, {a.dq_weights.kinds, kind}, keys, sums, 1.0F);
     }
   });
   finish(tile, {sums, a.sizes.head_dim, a.rotation_shift, a.dq, pair.item.query_row, a.sizes.heads, pair.head});
@@ -270,16 +269,16 @@ __device__ void add_key_gradients(const EmbedBackwardArguments& a, PairTile& til
   const int base = largest == 0 ? 0 : static_cast<int>(largest) - kE8m0Bias - 1;
   find_weights(tile);
   write_weights(tile, a.dv_weights, {tile.s.dout_fold + tile.at.query(), nullptr, static_cast<float>(base)});
-  add_product<OverQueries>(tile.s, AnySquare{}, rows_of(a.tables.dout.values, query, dv.dims, pair.item.queries), dv,
+  add_product<OverQueries>(tile.s, {}, rows_of(a.tables.dout.values, query, dv.dims, pair.item.queries), dv,
                            detail::pow2(base));
-  find_score_gradients(a, tile);
+  find_score_gradients(tile);
   const float* folds = tile.s.query_fold + tile.at.query();
   if (a.shared_codes == 0) {
     write_weights(tile, a.dk_weights, {folds, nullptr, 0});
   } else if (tile.seen()) {
     SquareWeights(tile, a.dk_weights.rule[0], a.dk_weights.stream).write_for_queries(folds);
   }
-  add_product<OverQueries>(tile.s, AnySquare{}, rows_of(a.tables.queries.values, query, dk.dims, pair.item.queries), dk,
+  add_product<OverQueries>(tile.s, {}, rows_of(a.tables.queries.values, query, dk.dims, pair.item.queries), dk,
                            1.0F);
 }
 
@@ -303,8 +302,10 @@ __global__ void __launch_bounds__(kPairThreads, 1) embed_keys_kernel(const __gri
   const std::int32_t group = a.sizes.heads / a.sizes.kv_heads;
   for (std::int32_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (std::int32_t t = work.queries.first; t < work.queries.end; ++t) {
-      const Item& item = a.saved.items[first_slot(a.offsets.q, work.document) + t];
-      tile.enter({item, head, kv_head, t * kTileRows, work.first_key});
+      tile.enter([&](Pair& pair) {
+        const Item& item = a.saved.items[first_slot(a.offsets.q, work.document) + t];
+        pair = {item, head, kv_head, t * kTileRows, work.first_key};
+      });
       add_key_gradients(a, tile, dk, dv);
     }
   }

@@ -108,7 +108,7 @@ class SquareWeights {
       tile_.each_column([&](float x, int column) { take(x, tile_.at.lane, column); });
       return;
     }
-#pragma unroll 4
+#pragma unroll 2
     for (int row = 0; row < kGroup; ++row) take(tile_.square()[row * kPitch + tile_.at.lane], row, tile_.at.lane);
   }
 

@@ -50,7 +50,7 @@ struct PairShared {
   std::int32_t kind[kSquares * kSquares];
   std::uint32_t most[kTileRows];  // Bits of maxima that a second level follows from.
   float partial[3][kSquares][kTileRows];
-  Pair pair;
+  Pair pair;  // In one place: registers are short.
 };
 
 /// Rows of a table, zeros after `count`.
@@ -99,18 +99,21 @@ class PairTile {
  public:
   __device__ PairTile(const EmbedBackwardArguments& arguments, PairShared& shared) : a(arguments), s(shared) {}
 
-  /// Everything that a token has beside its numbers. `pair` is the same to all threads.
-  __device__ void enter(const Pair& pair) {
-    __syncthreads();
+  /// The next pair: one thread's `set` changes what is multiplied; then everything that tokens have beside their
+  /// numbers.
+  template <class Set>
+  __device__ void enter(const Set& set) {
     const int thread = static_cast<int>(threadIdx.x);
-    if (thread == 0) s.pair = pair;
+    __syncthreads();  // All are done with the one before.
+    if (thread == 0) set(s.pair);
+    __syncthreads();
     if (thread < kTileRows) {
-      read_query(pair, thread);
+      read_query(s.pair, thread);
     } else if (thread < 2 * kTileRows) {
-      read_key(pair, thread - kTileRows);
+      read_key(s.pair, thread - kTileRows);
     }
     __syncthreads();
-    if (at.warp < kSquares) find_kinds(pair, at.warp);
+    if (at.warp < kSquares) find_kinds(s.pair, at.warp);
     __syncthreads();
   }
 
@@ -187,7 +190,7 @@ class PairTile {
   /// `take(x, column)` of the lane's row; lanes begin at different columns, which lie in different banks.
   template <class Take>
   __device__ void each_column(const Take& take) const {
-#pragma unroll 4
+#pragma unroll 2
     for (int i = 0; i < kGroup; ++i) {
       const int column = (i + at.lane) % kGroup;
       take(square()[at.lane * kPitch + column], column);
@@ -270,6 +273,7 @@ class PairTile {
     };
     copy(0);
     commit_copies();
+#pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       if (chunk + 1 < chunks) copy(chunk + 1);
       commit_copies();

@@ -33,17 +33,18 @@ struct SumRows {
   }
 };
 
-/// Squares of the weights that a product takes.
-struct AnySquare {
-  [[nodiscard]] __device__ bool takes(std::int32_t kind) const { return kind != kUnseen; }
-};
-struct SquaresOf {
+/// Squares of the weights that a product takes: those of one kind, or all that have a pair.
+struct Squares {
+  std::int32_t kinds = 1;
   std::int32_t only = kWholeTiles;
-  [[nodiscard]] __device__ bool takes(std::int32_t kind) const { return kind == only; }
+
+  [[nodiscard]] __device__ bool takes(std::int32_t kind) const {
+    return kind == only || (kinds == 1 && kind != kUnseen);
+  }
 };
 
 /// sums += factor weights rows. All warps; a thread always has the same sums.
-template <class Over, class Squares>
+template <class Over>
 __device__ void add_product(PairShared& s, const Squares& squares, const TableRows& rows, const SumRows& sums,
                             float factor) {
   const Lane at;
@@ -52,6 +53,7 @@ __device__ void add_product(PairShared& s, const Squares& squares, const TableRo
   __syncthreads();  // All weights are there.
   copy_rows(s.stage[0][0], rows, 0);
   commit_copies();
+#pragma unroll 1
   for (int chunk = 0; chunk < rows.dims / kChunkDims; ++chunk) {
     if (chunk + 1 < rows.dims / kChunkDims) copy_rows(s.stage[(chunk + 1) % 2][0], rows, chunk + 1);
     commit_copies();
@@ -59,6 +61,7 @@ __device__ void add_product(PairShared& s, const Squares& squares, const TableRo
     __syncthreads();
     float part[4][4] = {};
     const std::uint32_t operand = shared_address(s.stage[chunk % 2][0]);
+#pragma unroll 2
     for (int k = 0; k < kTileRows / 16; ++k) {
       if (!squares.takes(s.kind[Over::square(m, k)])) continue;
       std::uint32_t left[4];
