@@ -1,0 +1,147 @@
+// What must not move a bit of the CUDA engine's gradients: another run, other documents in the pack, for dQ later
+// tokens whatever they hold.
+#include <limits>
+
+#include "unit/cuda_backward_support.hpp"
+
+namespace mxflash {
+namespace {
+
+using test::Case;
+using test::rows_of;
+
+class CudaBackwardBits : public test::OnDevice {};
+
+/// One document's rows as a problem of its own.
+Case document_of(const Case& c, const Document& document) {
+  Case part = c;
+  const std::int64_t q_end = document.q_begin + document.q_length;
+  const std::int64_t k_end = document.k_begin + document.k_length;
+  part.problem.packing = Packing::single(document.q_length, document.k_length);
+  part.q = rows_of(c.q, document.q_begin, q_end);
+  part.dout = rows_of(c.dout, document.q_begin, q_end);
+  part.dlse = rows_of(*c.dlse, document.q_begin, q_end);
+  part.k = rows_of(c.k, document.k_begin, k_end);
+  part.v = rows_of(c.v, document.k_begin, k_end);
+  return part;
+}
+
+TEST_F(CudaBackwardBits, C23_EveryRunIsTheSame) {
+  for (const Recipe& recipe : test::backward_recipes()) {
+    for (const std::int64_t dims : {64, 128, 256}) {
+      const Case c =
+          test::with_dlse(test::random_case(test::pack({{900, 900}, {700, 900}, {1, 1}, {33, 97}, {0, 4}, {512, 512}}),
+                                            {4, 2, dims, dims}, DType::bf16, 3));
+      const BackwardResult first = test::device_backward(c, recipe);
+      for (int run = 0; run < 5; ++run) {
+        test::expect_same_gradients(test::device_backward(c, recipe), first,
+                                    fmt::format("of {} dims {} run {}", recipe.name, dims, run));
+      }
+    }
+  }
+}
+
+/// Then dQ's sums may come in any order, and nothing else.
+TEST_F(CudaBackwardBits, NotDeterministicMovesDqByItsRounding) {
+  for (const Recipe& recipe : test::backward_recipes()) {
+    const Case c = test::random_case(test::pack_self({900, 300}), {4, 2, 64, 64}, DType::f32, 3);
+    const BackwardResult want = test::device_backward(c, recipe);
+    Options options = test::on_engine("cuda");
+    options.deterministic = false;
+    const BackwardResult got = test::backward(c, recipe, options);
+    EXPECT_LE(test::relative_l2(got.dq, want.dq), 1e-5) << recipe.name;
+    EXPECT_TRUE(test::same_bits(got.dk, want.dk)) << recipe.name;
+    EXPECT_TRUE(test::same_bits(got.dv, want.dv)) << recipe.name;
+  }
+}
+
+/// A document alone, between others, behind many others.
+TEST_F(CudaBackwardBits, C3_ADocumentDoesNotKnowItsPlaceInThePack) {
+  const Packing packing =
+      test::pack({{1, 1}, {70, 70}, {0, 3}, {131, 140}, {256, 256}, {33, 20}, {5, 0}, {300, 300}, {2, 2}, {129, 129}});
+  for (const Recipe& recipe : test::backward_recipes()) {
+    for (const Mask& mask : {Mask::causal(), Mask::full(), Mask::window(50, 7)}) {
+      for (const std::int64_t dims : {64, 128}) {
+        Case c = test::with_dlse(test::random_case(packing, {2, 1, dims, dims}, DType::bf16, 5));
+        c.problem.mask = mask;
+        const BackwardResult whole = test::device_backward(c, recipe);
+        for (const Document& document : packing.documents()) {
+          const std::int64_t q_end = document.q_begin + document.q_length;
+          const std::int64_t k_end = document.k_begin + document.k_length;
+          const BackwardResult part{rows_of(whole.dq, document.q_begin, q_end),
+                                    rows_of(whole.dk, document.k_begin, k_end),
+                                    rows_of(whole.dv, document.k_begin, k_end),
+                                    {},
+                                    {}};
+          test::expect_same_gradients(test::device_backward(document_of(c, document), recipe), part,
+                                      fmt::format("of {} dims {} queries {}..{} window ({}, {})", recipe.name, dims,
+                                                  document.q_begin, q_end, mask.left, mask.right));
+        }
+      }
+    }
+  }
+}
+
+/// How many rows of dQ before `token` no later token may move.
+std::int64_t rows_kept_of_dq(const Recipe& recipe, std::int64_t token) {
+  return std::max(recipe.claims.forward, recipe.claims.backward) == Causality::exact ? token : token / kBlock * kBlock;
+}
+
+/// Later tokens of the same document, in all inputs or in one: other ones, huge ones, NaN, Inf, zeros.
+TEST_F(CudaBackwardBits, C1_LaterTokensDoNotReachEarlierDq) {
+  constexpr std::int64_t kTokens = 300;
+  for (const Recipe& recipe : test::backward_recipes()) {
+    const Case before = test::with_dlse(test::random_case(test::pack_self({300, 77}), {2, 1, 64, 64}, DType::bf16, 13));
+    const BackwardResult was = test::device_backward(before, recipe);
+    const auto expect_kept = [&](const Case& after, std::int64_t from, const std::string& what) {
+      const std::int64_t kept = rows_kept_of_dq(recipe, from);
+      EXPECT_TRUE(test::same_bits(rows_of(test::device_backward(after, recipe).dq, 0, kept), rows_of(was.dq, 0, kept)))
+          << "dq of " << recipe.name << " before " << what << " from " << from << " on";
+    };
+    const auto overwrite = [&](Tensor& tensor, std::int64_t from, std::int64_t end, float value) {
+      for (std::int64_t token = from; token < end; ++token) {
+        for (std::int64_t head = 0; head < tensor.shape[1]; ++head) test::set_row(tensor, token, head, value);
+      }
+    };
+    for (const std::int64_t from : {1, 16, 31, 32, 33, 64, 100, 127, 128, 129, 160, 255, 256, 257, 299}) {
+      for (const float value : {3e38F, -1e30F, 1e-30F, 7.0F, 0.0F, std::nanf("")}) {
+        Case after = before;
+        for (Tensor* tensor : {&after.q, &after.k, &after.v, &after.dout, &*after.dlse}) {
+          overwrite(*tensor, from, kTokens, value);
+        }
+        expect_kept(after, from, fmt::format("{}", value));
+      }
+      // One token of one tensor, which a shared scale would spread.
+      for (const float value : {1e30F, 30.0F, 1e-20F, std::numeric_limits<float>::infinity()}) {
+        for (int which = 0; which < 5; ++which) {
+          Case after = before;
+          Tensor* tensors[] = {&after.q, &after.k, &after.v, &after.dout, &*after.dlse};
+          overwrite(*tensors[which], from, from + 1, value);
+          expect_kept(after, from, fmt::format("{} in input {}", value, which));
+        }
+      }
+    }
+  }
+}
+
+/// A causal document that goes on keeps the bits of its first rows of dQ.
+TEST_F(CudaBackwardBits, ADocumentThatGoesOnKeepsItsFirstDq) {
+  for (const Recipe& recipe : test::backward_recipes()) {
+    for (const Mask& mask : {Mask::causal(), Mask::window(60, 0), Mask::window(90, -3)}) {
+      Case c = test::with_dlse(test::random_case(Packing::single(700, 700), {2, 1, 128, 128}, DType::bf16, 11));
+      c.problem.mask = mask;
+      const BackwardResult whole = test::device_backward(c, recipe);
+      for (const std::int64_t length : {1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 511, 699}) {
+        const Case part = document_of(c, Document{.q_begin = 0, .q_length = length, .k_begin = 0, .k_length = length});
+        const std::int64_t kept = rows_kept_of_dq(recipe, length);
+        EXPECT_TRUE(
+            test::same_bits(rows_of(test::device_backward(part, recipe).dq, 0, kept), rows_of(whole.dq, 0, kept)))
+            << "dq of " << recipe.name << " of " << length << " rows, window (" << mask.left << ", " << mask.right
+            << ")";
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace mxflash
