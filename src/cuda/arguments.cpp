@@ -66,8 +66,7 @@ Status check_pointers(const BackwardCall& call, const Recipe& recipe) {
   const Inputs& inputs = forward.inputs;
   std::vector<Status> checks = {check_offsets(forward.documents), check_aligned("saved", call.saved, 256)};
   if (!multiplies_codes_backward(recipe)) {
-    checks.insert(checks.end(),
-                  {check_data("q", inputs.q), check_data("k", inputs.k), check_data("v", inputs.v)});
+    checks.insert(checks.end(), {check_data("q", inputs.q), check_data("k", inputs.k), check_data("v", inputs.v)});
   }
   if (inputs.q.tokens() > 0) {
     checks.push_back(check_aligned("do", inputs.dout->data, size_of(inputs.dout->dtype)));

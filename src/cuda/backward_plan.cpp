@@ -169,10 +169,19 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
   const BackwardWorkspace work = backward_workspace_at(execution.workspace, *layout);
   const bool exact_queries = recipe.dq.weights.block != Block::square32();
   launches.schedule = {sizes, offsets, band, saved, work};
-  launches.prepare = {sizes, offsets, saved, work, source_of(dout, recipe.dp.left), call.forward.outputs.o, dlse_data,
-                      dlse.stride[0], dlse.stride[1], logit_scale, ds_scale};
-  launches.backward = {sizes, band, saved, work, logit_scale, ds_scale, call.deterministic, exact_queries, dout.dtype,
-                       out.dv};
+  launches.prepare = {sizes,
+                      offsets,
+                      saved,
+                      work,
+                      source_of(dout, recipe.dp.left),
+                      call.forward.outputs.o,
+                      dlse_data,
+                      dlse.stride[0],
+                      dlse.stride[1],
+                      logit_scale,
+                      ds_scale};
+  launches.backward = {sizes,         band,       saved, work, logit_scale, ds_scale, call.deterministic,
+                       exact_queries, dout.dtype, out.dv};
   launches.finish = {sizes, saved, work, shift, dout.dtype, out.dq, out.dk, out.dv};
   return launches;
 }

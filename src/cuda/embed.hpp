@@ -99,7 +99,7 @@ struct EmbeddedOperand {
   /// [heads, documents], zero before: the largest exponent that folds, plus 128, of tokens of queries; null where
   /// nobody asks.
   std::uint32_t* largest = nullptr;
-  RoundTo to;  ///< Of a format.
+  RoundTo to;                ///< Of a format.
   std::uint64_t stream = 0;  ///< Of random bits.
   std::int32_t of_queries = 0;
   std::int32_t over_dims = 0;  ///< In a product over dims: rows are stored relative to a power of two.

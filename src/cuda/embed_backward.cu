@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kPairThreads, 1) embed_rows_kernel(const __gri
   add_up(tile, row);
   if (!mine) return;
   if (a.dlse != nullptr) {
-    const float dlse = a.dlse[(std::int64_t{pair.item.query_row} + query) * a.dlse_token_stride +
-                              pair.head * a.dlse_head_stride];
+    const float dlse =
+        a.dlse[(std::int64_t{pair.item.query_row} + query) * a.dlse_token_stride + pair.head * a.dlse_head_stride];
     const bool finite = (__float_as_uint(dlse) & detail::kAbsMask) < detail::kInfBits;
     row.delta -= finite ? held(dlse, kFarLogit) : detail::float_of(detail::kNanBits);
   }
@@ -264,8 +264,7 @@ __device__ void add_key_gradients(const EmbedBackwardArguments& a, PairTile& til
                                   const SumRows& dv) {
   const Pair& pair = tile.s.pair;
   const std::int64_t query = std::int64_t{pair.head} * a.sizes.tokens_q + pair.item.query_row;
-  const std::uint32_t largest =
-      a.tables.dout_largest[std::int64_t{pair.head} * a.sizes.documents + pair.item.document];
+  const std::uint32_t largest = a.tables.dout_largest[std::int64_t{pair.head} * a.sizes.documents + pair.item.document];
   const int base = largest == 0 ? 0 : static_cast<int>(largest) - kE8m0Bias - 1;
   find_weights(tile);
   write_weights(tile, a.dv_weights, {tile.s.dout_fold + tile.at.query(), nullptr, static_cast<float>(base)});
@@ -278,8 +277,7 @@ __device__ void add_key_gradients(const EmbedBackwardArguments& a, PairTile& til
   } else if (tile.seen()) {
     SquareWeights(tile, a.dk_weights.rule[0], a.dk_weights.stream).write_for_queries(folds);
   }
-  add_product<OverQueries>(tile.s, {}, rows_of(a.tables.queries.values, query, dk.dims, pair.item.queries), dk,
-                           1.0F);
+  add_product<OverQueries>(tile.s, {}, rows_of(a.tables.queries.values, query, dk.dims, pair.item.queries), dk, 1.0F);
 }
 
 /// dK and dV of 128 keys of a key/value head: query heads of the group in rising order, queries likewise.

@@ -48,7 +48,7 @@ bool shares_codes(const Recipe& recipe) {
 
 GradientTables tables_at(void* workspace, const GradientLayout& layout) {
   const Placer place{static_cast<std::byte*>(workspace)};
-  const auto table = [&](TokenTable& out, const std::size_t (&offsets)[2]) {
+  const auto table = [&](TokenTable& out, const std::size_t(&offsets)[2]) {
     place(out.values, offsets[0]);
     place(out.about, offsets[1]);
   };
@@ -96,17 +96,18 @@ EmbedQuantizeArguments quantize_arguments(const EmbedBackwardArguments& call, co
 Status embeds_backward(const Recipe& recipe) {
   if (Status status = embeds(recipe); !status.ok()) return status;
   const auto refused = [&recipe](std::string_view path, std::string_view given, std::string_view allowed) {
-    return unsupported(
-        fmt::format("cuda has no backward kernel for recipe {}: {} is {}, {} allowed", recipe.name, path, given, allowed));
+    return unsupported(fmt::format("cuda has no backward kernel for recipe {}: {} is {}, {} allowed", recipe.name, path,
+                                   given, allowed));
   };
   if (recipe.dq_accumulation != DqAccumulation::f32) return refused("dq_accumulation", "f16", "f32");
   if (recipe.exponential != Exponential::exact) return refused("exponential", "approximate", "exact");
-  std::vector<Named> tokens{{"dp.left", &recipe.dp.left},     {"dp.right", &recipe.dp.right},
-                            {"dv.tokens", &recipe.dv.tokens}, {"dq.tokens", &recipe.dq.tokens},
+  std::vector<Named> tokens{{"dp.left", &recipe.dp.left},
+                            {"dp.right", &recipe.dp.right},
+                            {"dv.tokens", &recipe.dv.tokens},
+                            {"dq.tokens", &recipe.dq.tokens},
                             {"dk.tokens", &recipe.dk.tokens}};
-  std::vector<Named> weights{{"dv.weights", &recipe.dv.weights},
-                             {"dq.weights", &recipe.dq.weights},
-                             {"dk.weights", &recipe.dk.weights}};
+  std::vector<Named> weights{
+      {"dv.weights", &recipe.dv.weights}, {"dq.weights", &recipe.dq.weights}, {"dk.weights", &recipe.dk.weights}};
   if (recipe.dq.cut) {
     tokens.push_back({"dq.cut.tokens", &recipe.dq.cut->tokens});
     weights.push_back({"dq.cut.weights", &recipe.dq.cut->weights});
@@ -131,7 +132,7 @@ GradientLayout plan_gradients(const Sizes& sizes, const Recipe& recipe) {
   const auto rows_k = static_cast<std::size_t>(sizes.tokens_k) * static_cast<std::size_t>(sizes.kv_heads);
   const auto key_dims = static_cast<std::size_t>(sizes.key_dims);
   const auto value_dims = static_cast<std::size_t>(sizes.value_parts * sizes.value_dims);
-  const auto take = [&](std::size_t (&table)[2], std::size_t rows, std::size_t dims) {
+  const auto take = [&](std::size_t(&table)[2], std::size_t rows, std::size_t dims) {
     table[0] = planner.take(rows * dims * sizeof(std::uint16_t));
     table[1] = planner.take(rows * sizeof(float));
   };

@@ -43,10 +43,9 @@ class SquareWeights {
 
   /// `adaptive`: maxima have been measured.
   __device__ void write(const Folds& folds) const {
-    const int second =
-        op_.second_level == SecondLevel::adaptive
-            ? second_level_exponent(__uint_as_float(tile_.s.most[shared_by(tile_.at.lane)]))
-            : 0;
+    const int second = op_.second_level == SecondLevel::adaptive
+                           ? second_level_exponent(__uint_as_float(tile_.s.most[shared_by(tile_.at.lane)]))
+                           : 0;
     const auto value = [&](float x, int row, int column) { return narrowed(folded(folds, x, row, column), -second); };
     if (!quantized_) {
       each([&](float x, int row, int column) { store(row, column, value(x, row, column)); });

@@ -1,7 +1,7 @@
-// 128 queries against 128 keys of one document and head, both counted from the document's first, so that whatever shares
-// a scale of P or dS lies inside. A block has sixteen warps, each a square of 32 x 32: there the warp multiplies,
-// quantizes and rounds alone. Its numbers lie in shared memory, so that it takes them as fragments of a product, or a
-// lane a row or a column of them.
+// 128 queries against 128 keys of one document and head, both counted from the document's first, so that whatever
+// shares a scale of P or dS lies inside. A block has sixteen warps, each a square of 32 x 32: there the warp
+// multiplies, quantizes and rounds alone. Its numbers lie in shared memory, so that it takes them as fragments of a
+// product, or a lane a row or a column of them.
 #pragma once
 
 #include "cuda/embed_backward.hpp"
@@ -12,8 +12,8 @@
 namespace mxflash::cuda {
 
 inline constexpr int kPairThreads = 512;
-inline constexpr int kSquares = 4;      // Along a side.
-inline constexpr int kChunkDims = 64;   // Of operands in shared memory.
+inline constexpr int kSquares = 4;       // Along a side.
+inline constexpr int kChunkDims = 64;    // Of operands in shared memory.
 inline constexpr int kChunkBytes = 128;  // Of a row.
 inline constexpr int kWeightBytes = 256;
 inline constexpr int kPitch = 40;  // Floats between a square's rows: eight lanes' pairs lie in different banks.
@@ -73,7 +73,8 @@ __device__ inline void copy_rows(std::uint16_t* to, const TableRows& rows, int c
     const int row = i / kPieces;
     const int piece = i % kPieces;
     const bool there = row < rows.count;
-    const std::uint16_t* from = rows.first + (there ? std::int64_t{row} * rows.dims + chunk * kChunkDims + piece * 8 : 0);
+    const std::uint16_t* from =
+        rows.first + (there ? std::int64_t{row} * rows.dims + chunk * kChunkDims + piece * 8 : 0);
     copy_chunk(shared_address(to) + swizzled<kChunkBytes>(row, piece), from, there);
   }
 }
@@ -131,7 +132,8 @@ class PairTile {
   /// Q K^T to the square.
   __device__ void multiply_scores() {
     SquareSums sums;
-    multiply_over_dims(query_rows(a.forward.queries, a.sizes.key_dims), key_rows(a.forward.keys, a.sizes.key_dims), sums);
+    multiply_over_dims(query_rows(a.forward.queries, a.sizes.key_dims), key_rows(a.forward.keys, a.sizes.key_dims),
+                       sums);
     if (!seen()) return;
     each_fragment([&](int row, int column, int m, int n, int j) { square()[row * kPitch + column] = sums[m][n][j]; });
     __syncwarp();
@@ -157,8 +159,9 @@ class PairTile {
     __syncwarp();
   }
 
-  /// Logits to weights relative to s; a lane has a row. `take(counted, plain)` gives what the square then holds: a key's
-  /// code without V's exponent, or its weight before rounding where that would be lost; and the weight before rounding.
+  /// Logits to weights relative to s; a lane has a row. `take(counted, plain)` gives what the square then holds: a
+  /// key's code without V's exponent, or its weight before rounding where that would be lost; and the weight before
+  /// rounding.
   template <class Take>
   __device__ void weigh(const Take& take) const {
     const TileKind& rule = a.forward.kind[kind(a.forward.kinds)];
@@ -293,13 +296,16 @@ class PairTile {
       std::uint32_t right[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        load_matrices(left[half], query + swizzled<kChunkBytes>(at.query() + 16 * half + at.row_16(), 2 * k + at.chunk_16()));
-        load_matrices(right[half], key + swizzled<kChunkBytes>(at.key() + 16 * half + at.row_8(), 2 * k + at.chunk_8()));
+        load_matrices(left[half],
+                      query + swizzled<kChunkBytes>(at.query() + 16 * half + at.row_16(), 2 * k + at.chunk_16()));
+        load_matrices(right[half],
+                      key + swizzled<kChunkBytes>(at.key() + 16 * half + at.row_8(), 2 * k + at.chunk_8()));
       }
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
-        for (int n = 0; n < 4; ++n) multiply_bf16(sums[m][n], left[m], right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
+        for (int n = 0; n < 4; ++n)
+          multiply_bf16(sums[m][n], left[m], right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
       }
     }
   }
