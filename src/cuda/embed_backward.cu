@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/embed_gradients.cuh"
+#include "cuda/embed_prescale.cuh"
 #include "cuda/embed_products.cuh"
 
 namespace mxflash::cuda {
@@ -124,6 +125,29 @@ __device__ void add_up(PairTile& tile, GradientRow& row) {
   row.delta = join_rows(tile.s.partial[1], delta, add) / row.sum;
 }
 
+/// What FP16 sums of dQ are relative to. The first blocks have a document and key/value head each, the others queries.
+__global__ void __launch_bounds__(kBoundThreads) embed_bounds_kernel(const __grid_constant__ EmbedBackwardArguments a) {
+  if (a.saved.control->status != 0) return;
+  const auto warp = static_cast<std::int32_t>(threadIdx.x / 32);
+  const std::int64_t documents = std::int64_t{a.sizes.documents} * a.sizes.kv_heads;
+  if (blockIdx.x >= documents) {
+    const std::int64_t row = (blockIdx.x - documents) * kBoundWarps + warp;
+    if (row >= std::int64_t{a.sizes.tokens_q} * a.sizes.heads) return;
+    bound_query(a, row / a.sizes.heads, static_cast<std::int32_t>(row % a.sizes.heads));
+    return;
+  }
+  const auto document = static_cast<std::int32_t>(blockIdx.x / a.sizes.kv_heads);
+  const std::int64_t head = blockIdx.x % a.sizes.kv_heads;
+  const std::int64_t first = head * a.sizes.tokens_k + a.offsets.k[document];
+  const std::int32_t keys = a.offsets.k[document + 1] - a.offsets.k[document];
+  for (std::int32_t key = warp; key < keys; key += kBoundWarps) {
+    const KeyBound bound = bound_key(a, first + key);
+    if (threadIdx.x % 32 == 0) a.tables.key_bounds[first + key] = bound;
+  }
+  __syncthreads();
+  if (warp == 0) run_maxima(a.tables.key_bounds + first, keys);
+}
+
 __global__ void __launch_bounds__(kPairThreads, 1) embed_rows_kernel(const __grid_constant__ EmbedBackwardArguments a) {
   extern __shared__ __align__(1024) std::uint8_t memory[];
   if (a.saved.control->status != 0) return;
@@ -137,11 +161,9 @@ __global__ void __launch_bounds__(kPairThreads, 1) embed_rows_kernel(const __gri
   if (mine) a.tables.rows[place] = row;  // Where the second pass looks for it.
   add_up(tile, row);
   if (!mine) return;
-  if (a.dlse != nullptr) {
-    const float dlse =
-        a.dlse[(std::int64_t{pair.item.query_row} + query) * a.dlse_token_stride + pair.head * a.dlse_head_stride];
-    const bool finite = (__float_as_uint(dlse) & detail::kAbsMask) < detail::kInfBits;
-    row.delta -= finite ? held(dlse, kFarLogit) : detail::float_of(detail::kNanBits);
+  row.delta -= dlse_of(a, std::int64_t{pair.item.query_row} + query, pair.head);
+  if (a.dq_accumulation != DqAccumulation::f32) {
+    row.prescale = prescale_of(a, pair, query, tile.s.visible[query].end);
   }
   a.tables.rows[place] = row;
 }
@@ -164,6 +186,7 @@ __device__ void find_score_gradients(PairTile& tile) {
 /// What a block leaves: its rows of sums, rotated back where `shift` is not -1, to `out` with `heads` heads.
 struct Gradient {
   SumRows sums;
+  const GradientRow* halves = nullptr;  ///< Joining::halves.
   std::int32_t dims = 0;
   std::int32_t shift = -1;
   void* out = nullptr;
@@ -184,7 +207,10 @@ __device__ void finish(const PairTile& tile, const Gradient& of) {
   __syncthreads();  // All sums are there, and squares are free.
   float* row = tile.square();
   for (int r = tile.at.warp; r < of.sums.count; r += kPairThreads / 32) {
-    for (int d = tile.at.lane; d < of.dims; d += 32) row[d] = of.sums.first[std::int64_t{r} * of.sums.dims + d];
+    const int prescale = of.halves == nullptr ? 0 : static_cast<int>(of.halves[r].prescale);
+    for (int d = tile.at.lane; d < of.dims; d += 32) {
+      row[d] = scalbnf(of.sums.first[std::int64_t{r} * of.sums.dims + d], -prescale);
+    }
     __syncwarp();
     if (of.shift >= 0) butterflies(row, of.dims);
     const float factor = of.shift >= 0 ? detail::pow2(-of.shift) : 1.0F;
@@ -218,6 +244,7 @@ __global__ void __launch_bounds__(kPairThreads, 1)
   const std::int64_t row = std::int64_t{pair.head} * a.sizes.tokens_q + pair.item.query_row;
   const SumRows sums{a.tables.dq + row * a.sizes.key_dims, a.sizes.key_dims, pair.item.queries};
   sums.clear();
+  const GradientRow* halves = a.dq_accumulation == DqAccumulation::f32 ? nullptr : tile.s.row;
   each_tile_of_keys(tile, [&] {
     find_weights(tile);
     find_score_gradients(tile);
@@ -229,12 +256,11 @@ __global__ void __launch_bounds__(kPairThreads, 1)
       SquareWeights(tile, a.dq_weights.rule[0], a.dq_weights.stream).write_for_keys(folds);
     }
     const std::int64_t key = std::int64_t{pair.kv_head} * a.sizes.tokens_k + pair.item.key_row + pair.first_key;
-    for (int kind = 0; kind < a.dq_weights.kinds; ++kind) {
-      const TableRows keys = rows_of(a.tables.keys[kind].values, key, a.sizes.key_dims, pair.keys());
-      add_product<OverKeys>(tile.s, {a.dq_weights.kinds, kind}, keys, sums, 1.0F);
-    }
+    const auto rows = [&](int kind) { return rows_of(a.tables.keys[kind].values, key, a.sizes.key_dims, pair.keys()); };
+    const std::uint16_t* cut = a.dq_weights.kinds == 1 ? nullptr : rows(kCutTiles).first;
+    add_product<OverKeys>(tile.s, {rows(kWholeTiles), cut}, sums, {1, halves});
   });
-  finish(tile, {sums, a.sizes.head_dim, a.rotation_shift, a.dq, pair.item.query_row, a.sizes.heads, pair.head});
+  finish(tile, {sums, halves, a.sizes.head_dim, a.rotation_shift, a.dq, pair.item.query_row, a.sizes.heads, pair.head});
 }
 
 /// A tile of keys and its document.
@@ -268,8 +294,8 @@ __device__ void add_key_gradients(const EmbedBackwardArguments& a, PairTile& til
   const int base = largest == 0 ? 0 : static_cast<int>(largest) - kE8m0Bias - 1;
   find_weights(tile);
   write_weights(tile, a.dv_weights, {tile.s.dout_fold + tile.at.query(), nullptr, static_cast<float>(base)});
-  add_product<OverQueries>(tile.s, {}, rows_of(a.tables.dout.values, query, dv.dims, pair.item.queries), dv,
-                           detail::pow2(base));
+  add_product<OverQueries>(tile.s, {rows_of(a.tables.dout.values, query, dv.dims, pair.item.queries)}, dv,
+                           {detail::pow2(base)});
   find_score_gradients(tile);
   const float* folds = tile.s.query_fold + tile.at.query();
   if (a.shared_codes == 0) {
@@ -277,7 +303,7 @@ __device__ void add_key_gradients(const EmbedBackwardArguments& a, PairTile& til
   } else if (tile.seen()) {
     SquareWeights(tile, a.dk_weights.rule[0], a.dk_weights.stream).write_for_queries(folds);
   }
-  add_product<OverQueries>(tile.s, {}, rows_of(a.tables.queries.values, query, dk.dims, pair.item.queries), dk, 1.0F);
+  add_product<OverQueries>(tile.s, {rows_of(a.tables.queries.values, query, dk.dims, pair.item.queries)}, dk, {});
 }
 
 /// dK and dV of 128 keys of a key/value head: query heads of the group in rising order, queries likewise.
@@ -307,8 +333,8 @@ __global__ void __launch_bounds__(kPairThreads, 1) embed_keys_kernel(const __gri
       add_key_gradients(a, tile, dk, dv);
     }
   }
-  finish(tile, {dk, a.sizes.head_dim, a.rotation_shift, a.dk, work.tile.row, a.sizes.kv_heads, kv_head});
-  finish(tile, {dv, a.sizes.value_dim, -1, a.dv, work.tile.row, a.sizes.kv_heads, kv_head});
+  finish(tile, {dk, nullptr, a.sizes.head_dim, a.rotation_shift, a.dk, work.tile.row, a.sizes.kv_heads, kv_head});
+  finish(tile, {dv, nullptr, a.sizes.value_dim, -1, a.dv, work.tile.row, a.sizes.kv_heads, kv_head});
 }
 
 template <class Kernel>
@@ -321,6 +347,18 @@ cudaError_t launch(const Kernel& kernel, std::int64_t blocks, const EmbedBackwar
   }
   if (blocks == 0) return cudaSuccess;
   kernel<<<static_cast<unsigned>(blocks), kPairThreads, kBytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_bounds(const EmbedBackwardArguments& a, cudaStream_t stream) {
+  const Sizes& sizes = a.sizes;
+  const auto heads = static_cast<std::size_t>(sizes.heads) * static_cast<std::size_t>(sizes.documents);
+  const cudaError_t error = cudaMemsetAsync(a.tables.document_bounds, 0, heads * sizeof(QueryBounds), stream);
+  if (error != cudaSuccess) return error;
+  const std::int64_t rows = std::int64_t{sizes.tokens_q} * sizes.heads;
+  const std::int64_t blocks = std::int64_t{sizes.documents} * sizes.kv_heads + (rows + kBoundWarps - 1) / kBoundWarps;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  embed_bounds_kernel<<<static_cast<unsigned>(blocks), kBoundThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
@@ -338,6 +376,10 @@ int launch_embed_backward(const EmbedBackwardLaunches& launches, void* stream) {
   const std::int64_t items = sizes.tokens_q == 0 ? 0 : sizes.item_slots() * sizes.heads;
   if (items != 0) {
     if (const int code = launch_embed_quantize(launches.quantize, stream); code != 0) return code;
+  }
+  if (items != 0 && a.dq_accumulation != DqAccumulation::f32) {
+    error = launch_bounds(a, on);
+    if (error != cudaSuccess) return error;
   }
   error = launch(embed_rows_kernel, items, a, on);
   if (error != cudaSuccess) return error;

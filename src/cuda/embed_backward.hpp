@@ -24,12 +24,24 @@ struct GradientWeights {
 
 /// What the weights of a row are made from.
 struct alignas(8) GradientRow {
-  float t = 0;      ///< RowReference.
-  float s = 0;      ///< The same.
-  float light = 0;  ///< The same.
-  float sum = 0;    ///< Of the weights relative to s.
-  float delta = 0;  ///< D - dLSE. NaN: something that dS of the row depends on is.
-  float unused = 0;
+  float t = 0;         ///< RowReference.
+  float s = 0;         ///< The same.
+  float light = 0;     ///< The same.
+  float sum = 0;       ///< Of the weights relative to s.
+  float delta = 0;     ///< D - dLSE. NaN: something that dS of the row depends on is.
+  float prescale = 0;  ///< Of FP16 sums of dQ: an exponent.
+};
+
+/// Of a key or, as running maxima, of those up to it: |V|_2 of dP and |K|_inf of dQ.
+struct alignas(8) KeyBound {
+  float value = 0;
+  float key = 0;
+};
+
+/// Bits of a document's largest |dO|_2 and |dLSE|.
+struct QueryBounds {
+  std::uint32_t dout = 0;
+  std::uint32_t dlse = 0;
 };
 
 /// Token operands of the backward.
@@ -42,9 +54,13 @@ struct GradientTables {
   /// EmbeddedOperand::largest of dO in dV.
   std::uint32_t* dout_largest = nullptr;
   GradientRow* rows = nullptr;  ///< [heads, tokens_q]
-  float* dq = nullptr;          ///< Sums [heads, tokens_q, key_dims]
-  float* dk = nullptr;          ///< [kv_heads, tokens_k, key_dims]
-  float* dv = nullptr;          ///< [kv_heads, tokens_k, value_parts * value_dims]
+  /// Of FP16 sums of dQ alone:
+  float* dout_norms = nullptr;             ///< [heads, tokens_q]: |dO|_2 of dP
+  KeyBound* key_bounds = nullptr;          ///< [kv_heads, tokens_k]: running maxima
+  QueryBounds* document_bounds = nullptr;  ///< [heads, documents], zero before.
+  float* dq = nullptr;                     ///< Sums [heads, tokens_q, key_dims]
+  float* dk = nullptr;                     ///< [kv_heads, tokens_k, key_dims]
+  float* dv = nullptr;                     ///< [kv_heads, tokens_k, value_parts * value_dims]
 };
 
 struct EmbedBackwardArguments {
@@ -59,6 +75,7 @@ struct EmbedBackwardArguments {
   GradientWeights dq_weights;
   GradientWeights dk_weights;
   std::int32_t shared_codes = 0;  ///< 1: dK takes the codes that dQ has.
+  DqAccumulation dq_accumulation = DqAccumulation::f32;
   RowSum row_sum = RowSum::quantized;
   std::uint64_t seed = 0;
   float logit_scale = 0;             ///< As EmbedForwardArguments::logit_scale.

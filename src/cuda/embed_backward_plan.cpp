@@ -60,6 +60,9 @@ GradientTables tables_at(void* workspace, const GradientLayout& layout) {
   table(tables.queries, layout.queries);
   place(tables.dout_largest, layout.dout_largest);
   place(tables.rows, layout.rows);
+  place(tables.dout_norms, layout.dout_norms);
+  place(tables.key_bounds, layout.key_bounds);
+  place(tables.document_bounds, layout.document_bounds);
   place(tables.dq, layout.dq);
   place(tables.dk, layout.dk);
   place(tables.dv, layout.dv);
@@ -99,7 +102,6 @@ Status embeds_backward(const Recipe& recipe) {
     return unsupported(fmt::format("cuda has no backward kernel for recipe {}: {} is {}, {} allowed", recipe.name, path,
                                    given, allowed));
   };
-  if (recipe.dq_accumulation != DqAccumulation::f32) return refused("dq_accumulation", "f16", "f32");
   if (recipe.exponential != Exponential::exact) return refused("exponential", "approximate", "exact");
   std::vector<Named> tokens{{"dp.left", &recipe.dp.left},
                             {"dp.right", &recipe.dp.right},
@@ -147,6 +149,11 @@ GradientLayout plan_gradients(const Sizes& sizes, const Recipe& recipe) {
   const std::size_t documents = static_cast<std::size_t>(sizes.heads) * static_cast<std::size_t>(sizes.documents);
   layout.dout_largest = planner.take(documents * sizeof(std::uint32_t));
   layout.rows = planner.take(rows_q * sizeof(GradientRow));
+  if (recipe.dq_accumulation != DqAccumulation::f32) {
+    layout.dout_norms = planner.take(rows_q * sizeof(float));
+    layout.key_bounds = planner.take(rows_k * sizeof(KeyBound));
+    layout.document_bounds = planner.take(documents * sizeof(QueryBounds));
+  }
   layout.dq = planner.take(rows_q * key_dims * sizeof(float));
   layout.dk = planner.take(rows_k * key_dims * sizeof(float));
   layout.dv = planner.take(rows_k * value_dims * sizeof(float));
@@ -165,6 +172,7 @@ EmbedBackwardLaunches embed_backward_launches(const EmbedBackwardArguments& call
   // Roundings of the two products are independent, unless they have the same codes.
   backward.dk_weights = weights_of(recipe.dk, Stream::ds, shares_codes(recipe) ? 0 : 1);
   backward.shared_codes = shares_codes(recipe) ? 1 : 0;
+  backward.dq_accumulation = recipe.dq_accumulation;
   backward.row_sum = recipe.row_sum;
   return {quantize_arguments(backward, sources, recipe), backward};
 }

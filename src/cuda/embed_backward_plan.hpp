@@ -21,6 +21,9 @@ struct GradientLayout {
   std::size_t queries[2] = {0, 0};
   std::size_t dout_largest = 0;
   std::size_t rows = 0;
+  std::size_t dout_norms = 0;
+  std::size_t key_bounds = 0;
+  std::size_t document_bounds = 0;
   std::size_t dq = 0;
   std::size_t dk = 0;
   std::size_t dv = 0;

@@ -160,6 +160,10 @@ std::vector<Recipe> recipes_of_ones_own() {
                     }
                     by_chance({&r.dp.right, &r.dk.tokens});
                   }),
+          changed("mxfp8", "half-sums", [](Recipe& r) { r.dq_accumulation = DqAccumulation::f16_causal; }),
+          changed("fp4", "half-sums-of-4-bits", [](Recipe& r) { r.dq_accumulation = DqAccumulation::f16_sequence; }),
+          changed("mxfp4-diagonal", "half-sums-of-cut-tiles",
+                  [](Recipe& r) { r.dq_accumulation = DqAccumulation::f16_causal; }),
           changed("fp4", "second-level-of-cut-tiles", [](Recipe& r) {
             r.dq.cut = WeightPair{r.dq.weights, r.dq.tokens};
             r.dq.weights.second_level = SecondLevel::fixed;
