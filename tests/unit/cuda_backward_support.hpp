@@ -66,10 +66,14 @@ class Terms {
 /// shows. The accumulators lose up to 2^-8 of the sum of the terms' sizes.
 class GradientBounds {
  public:
-  explicit GradientBounds(const Case& c) : c_(c), dq_(c.q), dk_(c.k), dv_(c.v) {
-    scale_ = std::fabs(c.problem.scale ? static_cast<double>(*c.problem.scale)
-                                       : 1 / std::sqrt(static_cast<double>(c.q.shape[2])));
-    rows_ = {by_row(c.q), by_row(c.k), by_row(c.v), by_row(c.dout)};
+  explicit GradientBounds(const Case& c)
+      : c_(c),
+        scale_(c.problem.scale ? static_cast<double>(*c.problem.scale)
+                               : 1 / std::sqrt(static_cast<double>(c.q.shape[2]))),
+        rows_{by_row(c.q), by_row(c.k), by_row(c.v), by_row(c.dout)},
+        dq_(c.q),
+        dk_(c.k),
+        dv_(c.v) {
     for (const Document& document : c.problem.packing.documents()) {
       for (std::int64_t query = 0; query < document.q_length; ++query) {
         for (std::int64_t head = 0; head < c.q.shape[1]; ++head) add_row(document, query, head);
@@ -132,9 +136,8 @@ class GradientBounds {
     };
     std::vector<double> w(static_cast<std::size_t>(range.end - range.begin));
     std::vector<double> dp(w.size());
-    const double sign = c_.problem.scale && *c_.problem.scale < 0 ? -1 : 1;
     for (std::size_t j = 0; j < w.size(); ++j) {
-      w[j] = sign * scale_ * dot(q.value(row), k.value(key_row(j)), q.dims);
+      w[j] = scale_ * dot(q.value(row), k.value(key_row(j)), q.dims);
       dp[j] = dot(dout.value(row), v.value(key_row(j)), v.dims);
     }
     const double largest = *std::ranges::max_element(w);
@@ -152,8 +155,8 @@ class GradientBounds {
       const std::int64_t key = key_row(j);
       const double weight = w[j] + kFlushed;
       const double noise = kDpNoise * dout.norm(row) * v.norm(key);
-      const double own = scale_ * weight * (std::fabs(dp[j] - delta + dlse) + noise);
-      const double of_row = scale_ * weight * of_delta;
+      const double own = std::fabs(scale_) * weight * (std::fabs(dp[j] - delta + dlse) + noise);
+      const double of_row = std::fabs(scale_) * weight * of_delta;
       for (std::int64_t d = 0; d < q.dims; ++d) {
         dq_.add(row, d, own * k.size(key)[d]);
         shared[static_cast<std::size_t>(d)] += of_row * k.size(key)[d];
@@ -177,7 +180,7 @@ class GradientBounds {
   static constexpr double kDpNoise = 0x1p-9;
 
   const Case& c_;
-  double scale_ = 1;
+  double scale_;
   std::array<Rows, 4> rows_;
   Terms dq_, dk_, dv_;
 };

@@ -405,5 +405,89 @@ TEST_F(CudaCodes, TheOrderOfTheWorkIsTheHosts) {
   }
 }
 
+/// The same numbers in FP32.
+Tensor widened(const Tensor& tensor) {
+  Tensor out = Tensor::zeros(DType::f32, tensor.shape);
+  for (std::int64_t i = 0; i < tensor.elements(); ++i) out.set(i, tensor.at(i));
+  return out;
+}
+
+/// O in FP32 is what a narrower O is rounded from: the codes are the same.
+void expect_residual(const cuda::Launches& launches, const ForwardResult& got, const ForwardResult& whole,
+                     const std::string& where) {
+  const cuda::Workspace& work = launches.schedule.workspace;
+  Tensor rest = Tensor::zeros(got.o.dtype, got.o.shape);
+  const auto* place = static_cast<const std::byte*>(work.residual);
+  const std::vector<std::byte> bytes = downloaded(place, static_cast<std::int64_t>(rest.data.size()));
+  rest.data.assign(bytes.begin(), bytes.end());
+  Tensor want = rest;
+  for (std::int64_t i = 0; i < want.elements(); ++i) want.set(i, whole.o.at(i) - got.o.at(i));
+  EXPECT_TRUE(test::same_bits(rest, want)) << "residual " << where;
+}
+
+/// LSE is the records' base and sum; the largest exponent of V is there wherever it is asked for.
+void expect_records(const cuda::Launches& launches, const Case& c, const ForwardResult& got, const Recipe& recipe) {
+  const cuda::Sizes& sizes = launches.schedule.sizes;
+  const std::vector<cuda::RowRecord> records =
+      downloaded(launches.schedule.workspace.rows, sizes.rows_q() * sizes.heads);
+  const Quantized v = reference(c.v, c, {recipe.o.tokens, Side::key, false, 0, 0});
+  std::int64_t filled = 0;
+  for (const Document& document : c.problem.packing.documents()) {
+    for (std::int64_t query = 0; query < document.q_length; ++query) {
+      const KeyRange range = visible_keys(document, c.problem.mask, query);
+      for (std::int64_t head = 0; head < sizes.heads; ++head) {
+        const std::int64_t token = document.q_begin + query;
+        const cuda::RowRecord& record = records[static_cast<std::size_t>(head * sizes.rows_q() + token)];
+        const std::string at = fmt::format("of {} [{}, {}]", recipe.name, token, head);
+        if (range.empty()) {
+          ASSERT_TRUE(record.base == 0 && record.inverse == 0 && record.unit == 0 && record.most == 0) << at;
+          continue;
+        }
+        ASSERT_EQ(record.base, std::floor(record.base)) << at;
+        ASSERT_EQ(record.unit, std::floor(record.unit)) << at;
+        const double log2 = static_cast<double>(record.base) - static_cast<double>(record.unit) -
+                            std::log2(static_cast<double>(record.inverse));
+        const double lse = got.lse.at(token * sizes.heads + head);
+        ASSERT_NEAR(log2 * std::log(2.0), lse, 1e-5 + 1e-6 * std::fabs(lse)) << at;
+        if (record.most == -INFINITY) continue;
+        ++filled;
+        float most = -INFINITY;
+        for (std::int64_t key = document.k_begin + range.begin; key < document.k_begin + range.end; ++key) {
+          const std::int64_t row = key * sizes.kv_heads + head / (sizes.heads / sizes.kv_heads);
+          most = std::max(most, static_cast<float>(v.exponents[static_cast<std::size_t>(row)]));
+        }
+        ASSERT_EQ(record.most, most) << at;
+      }
+    }
+  }
+  EXPECT_GT(filled, 0) << "no item had light keys: this tests nothing";
+}
+
+TEST_F(CudaCodes, WhatTheForwardSavesForTheBackward) {
+  for (const Recipe& recipe : test::device_recipes()) {
+    if (!cuda::supports_backward(recipe).ok()) continue;
+    for (const auto& [dims, value_dims] : {std::pair{64, 64}, {128, 128}, {256, 256}, {64, 136}, {40, 72}}) {
+      for (const DType dtype : {DType::bf16, DType::f16}) {
+        Case c = test::random_case(test::pack({{300, 300}, {33, 20}, {4, 0}, {1, 1}, {129, 1100}}),
+                                   {2, 1, dims, value_dims}, dtype, 7);
+        for (std::int64_t token = 0; token < c.v.shape[0]; ++token) {
+          if (token < 64 || token % 50 == 0) test::set_row(c.v, token, 0, 0x1p-9F);  // Whole blocks of 32 too.
+        }
+        DeviceCase device(c, test::offsets_of(c.problem.packing));
+        device.call.training = true;
+        const cuda::Launches launches = run(device, recipe);
+        const std::string where = fmt::format("of {} dims {}/{} {}", recipe.name, dims, value_dims, name_of(dtype));
+        device.expect_intact(where);
+        const ForwardResult got = device.read();
+        test::expect_same_outputs(got, test::device_forward(c, recipe), where);
+        expect_records(launches, c, got, recipe);
+        Case wide = c;
+        for (Tensor* tensor : {&wide.q, &wide.k, &wide.v, &wide.dout}) *tensor = widened(*tensor);
+        expect_residual(launches, got, test::device_forward(wide, recipe), where);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace mxflash

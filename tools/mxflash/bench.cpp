@@ -476,7 +476,9 @@ Json bench_json(const Plan& plan, const std::vector<Measurement>& results) {
   Json json = {{"version", MXFLASH_VERSION},
                {"machine", machine_json()},
                {"method",
-                {{"clock", "steady_clock around whole calls; of an engine on a device its events, without copies"},
+                {{"clock",
+                  "steady_clock around whole calls; of an engine on a device its events, without copies, and of its "
+                  "backward without the forward before it, whose codes it takes"},
                  {"quantization_included", true},
                  {"warmup", plan.warmup},
                  {"repeats", plan.repeats},
