@@ -82,6 +82,57 @@ Result<std::int64_t> processor_count() {
   return processors;
 }
 
+/// What both kinds of kernels are told.
+struct Common {
+  Offsets offsets;
+  Band band;
+  std::int32_t rotation_shift = -1;
+  float logit_scale = 0;
+  float scale = 0;
+};
+
+Common common_of(const BackwardCall& call, const Recipe& recipe, const Sizes& sizes) {
+  const DeviceDocuments& documents = call.forward.documents;
+  const Rotation rotation = rotation_of(recipe, sizes.head_dim);
+  const double scale = softmax_scale(documents.scale, rotation, sizes.head_dim);
+  return {{documents.cu_seqlens_q, documents.cu_seqlens_k},
+          band_of(documents.mask),
+          rotation.on ? rotation.shift : -1,
+          static_cast<float>(scale * std::numbers::log2e),
+          static_cast<float>(scale)};
+}
+
+/// Nothing is written through it.
+void* saved_base(const BackwardCall& call) { return const_cast<void*>(call.saved); }
+
+EmbedBackwardLaunches embedded_launches(const BackwardCall& call, const Recipe& recipe, const Sizes& sizes,
+                                        const Layout& saved_layout, void* workspace) {
+  const Inputs& inputs = call.forward.inputs;
+  const TensorView dlse = inputs.dlse.value_or(TensorView{});
+  const Common common = common_of(call, recipe, sizes);
+  EmbedBackwardArguments of;
+  of.sizes = sizes;
+  of.offsets = common.offsets;
+  of.band = common.band;
+  of.saved = workspace_at(saved_base(call), saved_layout);
+  of.forward = embedded_tables(saved_base(call), saved_layout, recipe);
+  of.seed = call.seed;
+  of.logit_scale = common.logit_scale;
+  of.scale = common.scale;
+  of.rotation_shift = common.rotation_shift;
+  of.dlse = reinterpret_cast<const float*>(dlse.data);
+  of.dlse_token_stride = dlse.stride[0];
+  of.dlse_head_stride = dlse.stride[1];
+  of.dtype = inputs.dout->dtype;
+  of.dq = call.gradients.dq;
+  of.dk = call.gradients.dk;
+  of.dv = call.gradients.dv;
+  // Which operand it is matters to the kernels on codes alone.
+  const GradientSources sources{source_of(inputs.q, {}), source_of(inputs.k, {}), source_of(inputs.v, {}),
+                                source_of(*inputs.dout, {})};
+  return embed_backward_launches(of, sources, recipe, workspace);
+}
+
 }  // namespace
 
 BackwardSizes backward_sizes(const Sizes& forward) {
@@ -119,46 +170,9 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
   if (Status status = check_workspace(execution, *bytes); !status.ok()) return status.error();
   const Result<Layout> saved_layout = plan(*forward, call.forward, recipe);
   if (!saved_layout.ok()) return saved_layout.error();
-
-  // Nothing is written through it.
-  void* const saved_base = const_cast<void*>(call.saved);
-  const Workspace saved = workspace_at(saved_base, *saved_layout);
-  const DeviceDocuments& documents = call.forward.documents;
-  const Inputs& inputs = call.forward.inputs;
-  const Offsets offsets{documents.cu_seqlens_q, documents.cu_seqlens_k};
-  const Band band = band_of(documents.mask);
-  const Rotation rotation = rotation_of(recipe, forward->head_dim);
-  const std::int32_t shift = rotation.on ? rotation.shift : -1;
-  const double scale = softmax_scale(documents.scale, rotation, forward->head_dim);
-  const auto logit_scale = static_cast<float>(scale * std::numbers::log2e);
-  const auto ds_scale = static_cast<float>(scale);
-  const TensorView& dout = *inputs.dout;
-  const TensorView dlse = inputs.dlse.value_or(TensorView{});
-  const auto* dlse_data = reinterpret_cast<const float*>(dlse.data);
-  const Gradients& out = call.gradients;
   BackwardLaunches launches{};
   if (!multiplies_codes_backward(recipe)) {
-    EmbedBackwardArguments of;
-    of.sizes = *forward;
-    of.offsets = offsets;
-    of.band = band;
-    of.saved = saved;
-    of.forward = embedded_tables(saved_base, *saved_layout, recipe);
-    of.seed = call.seed;
-    of.logit_scale = logit_scale;
-    of.scale = ds_scale;
-    of.rotation_shift = shift;
-    of.dlse = dlse_data;
-    of.dlse_token_stride = dlse.stride[0];
-    of.dlse_head_stride = dlse.stride[1];
-    of.dtype = dout.dtype;
-    of.dq = out.dq;
-    of.dk = out.dk;
-    of.dv = out.dv;
-    // Which operand it is matters to the kernels on codes alone.
-    const GradientSources sources{source_of(inputs.q, {}), source_of(inputs.k, {}), source_of(inputs.v, {}),
-                                  source_of(dout, {})};
-    launches.embedded = embed_backward_launches(of, sources, recipe, execution.workspace);
+    launches.embedded = embedded_launches(call, recipe, *forward, *saved_layout, execution.workspace);
     return launches;
   }
   const Result<std::int64_t> processors = processor_count();
@@ -166,23 +180,29 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
   const BackwardSizes sizes = backward_sizes(*forward);
   const Result<BackwardLayout> layout = plan_backward(sizes, *processors);
   if (!layout.ok()) return layout.error();
+
+  const Workspace saved = workspace_at(saved_base(call), *saved_layout);
   const BackwardWorkspace work = backward_workspace_at(execution.workspace, *layout);
+  const Common common = common_of(call, recipe, *forward);
+  const TensorView& dout = *call.forward.inputs.dout;
+  const TensorView dlse = call.forward.inputs.dlse.value_or(TensorView{});
   const bool exact_queries = recipe.dq.weights.block != Block::square32();
-  launches.schedule = {sizes, offsets, band, saved, work};
+  const Gradients& out = call.gradients;
+  launches.schedule = {sizes, common.offsets, common.band, saved, work};
   launches.prepare = {sizes,
-                      offsets,
+                      common.offsets,
                       saved,
                       work,
                       source_of(dout, recipe.dp.left),
                       call.forward.outputs.o,
-                      dlse_data,
+                      reinterpret_cast<const float*>(dlse.data),
                       dlse.stride[0],
                       dlse.stride[1],
-                      logit_scale,
-                      ds_scale};
-  launches.backward = {sizes,         band,       saved, work, logit_scale, ds_scale, call.deterministic,
-                       exact_queries, dout.dtype, out.dv};
-  launches.finish = {sizes, saved, work, shift, dout.dtype, out.dq, out.dk, out.dv};
+                      common.logit_scale,
+                      common.scale};
+  launches.backward = {sizes,        common.band,        saved,         work,       common.logit_scale,
+                       common.scale, call.deterministic, exact_queries, dout.dtype, out.dv};
+  launches.finish = {sizes, saved, work, common.rotation_shift, dout.dtype, out.dq, out.dk, out.dv};
   return launches;
 }
 

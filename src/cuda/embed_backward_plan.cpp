@@ -133,7 +133,7 @@ GradientLayout plan_gradients(const Sizes& sizes, const Recipe& recipe) {
   const auto rows_q = static_cast<std::size_t>(sizes.tokens_q) * static_cast<std::size_t>(sizes.heads);
   const auto rows_k = static_cast<std::size_t>(sizes.tokens_k) * static_cast<std::size_t>(sizes.kv_heads);
   const auto key_dims = static_cast<std::size_t>(sizes.key_dims);
-  const auto value_dims = static_cast<std::size_t>(sizes.value_parts * sizes.value_dims);
+  const auto value_dims = static_cast<std::size_t>(sizes.value_parts) * static_cast<std::size_t>(sizes.value_dims);
   const auto take = [&](std::size_t(&table)[2], std::size_t rows, std::size_t dims) {
     table[0] = planner.take(rows * dims * sizeof(std::uint16_t));
     table[1] = planner.take(rows * sizeof(float));
