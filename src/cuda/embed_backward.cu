@@ -163,7 +163,9 @@ __global__ void __launch_bounds__(kPairThreads, 1) embed_rows_kernel(const __gri
   if (!mine) return;
   row.delta -= dlse_of(a, std::int64_t{pair.item.query_row} + query, pair.head);
   if (a.dq_accumulation != DqAccumulation::f32) {
-    row.prescale = prescale_of(a, pair, query, tile.s.visible[query].end);
+    const std::int64_t position = pair.item.first_position + std::int64_t{query};
+    const KeySpan keys = visible_keys(position, pair.item.keys, a.band);
+    row.prescale = prescale_of(a, pair, query, static_cast<std::int32_t>(keys.end));
   }
   a.tables.rows[place] = row;
 }

@@ -53,6 +53,8 @@ struct PairShared {
   Pair pair;  // In one place: registers are short.
 };
 
+static_assert(sizeof(PairShared) <= 227 * 1024);
+
 /// Rows of a table, zeros after `count`.
 struct TableRows {
   const std::uint16_t* first = nullptr;
