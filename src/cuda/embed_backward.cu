@@ -100,8 +100,12 @@ __device__ GradientRow find_references(PairTile& tile) {
   return row;
 }
 
-/// A row's sum, and D.
-__device__ void add_up(PairTile& tile, GradientRow& row) {
+struct RowSums {
+  float weights = 0;
+  float delta = 0;  ///< D
+};
+
+__device__ RowSums add_up(PairTile& tile) {
   float sum = 0;
   float delta = 0;
   each_tile_of_keys(tile, [&] {
@@ -121,8 +125,8 @@ __device__ void add_up(PairTile& tile, GradientRow& row) {
     delta += own;
   });
   const auto add = [](float x, float y) { return x + y; };
-  row.sum = join_rows(tile.s.partial[0], sum, add);
-  row.delta = join_rows(tile.s.partial[1], delta, add) / row.sum;
+  const float weights = join_rows(tile.s.partial[0], sum, add);
+  return {weights, join_rows(tile.s.partial[1], delta, add) / weights};
 }
 
 /// What FP16 sums of dQ are relative to. The first blocks have a document and key/value head each, the others queries.
@@ -155,19 +159,16 @@ __global__ void __launch_bounds__(kPairThreads, 1) embed_rows_kernel(const __gri
   const Pair& pair = tile.s.pair;
   if (!find_queries(a, tile.s.pair)) return;
   const auto query = static_cast<std::int32_t>(threadIdx.x);
-  const std::int64_t place = std::int64_t{pair.head} * a.sizes.tokens_q + pair.item.query_row + query;
-  const bool mine = query < pair.item.queries;
-  GradientRow row = find_references(tile);
-  if (mine) a.tables.rows[place] = row;  // Where the second pass looks for it.
-  add_up(tile, row);
-  if (!mine) return;
-  row.delta -= dlse_of(a, std::int64_t{pair.item.query_row} + query, pair.head);
-  if (a.dq_accumulation != DqAccumulation::f32) {
-    const std::int64_t position = pair.item.first_position + std::int64_t{query};
-    const KeySpan keys = visible_keys(position, pair.item.keys, a.band);
-    row.prescale = prescale_of(a, pair, query, static_cast<std::int32_t>(keys.end));
-  }
-  a.tables.rows[place] = row;
+  const GradientRow found = find_references(tile);
+  GradientRow* row = a.tables.rows + std::int64_t{pair.head} * a.sizes.tokens_q + pair.item.query_row + query;
+  if (query < pair.item.queries) *row = found;  // Where the second pass looks for it.
+  const RowSums sums = add_up(tile);
+  if (query >= pair.item.queries) return;
+  row->sum = sums.weights;
+  row->delta = sums.delta - dlse_of(a, std::int64_t{pair.item.query_row} + query, pair.head);
+  if (a.dq_accumulation == DqAccumulation::f32) return;
+  const KeySpan keys = visible_keys(pair.item.first_position + std::int64_t{query}, pair.item.keys, a.band);
+  row->prescale = prescale_of(a, pair, query, static_cast<std::int32_t>(keys.end));
 }
 
 /// Weights w to the square.
