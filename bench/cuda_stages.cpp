@@ -211,22 +211,35 @@ Status measure_backward(const Settings& settings, const Recipe& recipe, const Wo
   const Result<cuda::BackwardLaunches> launches = cuda::prepare_backward(back, recipe, *execution);
   if (!launches) return launches.error();
   if (Status status = cuda::forward(call, recipe, *saved); !status) return status;
+  // Every backward uses up the work list and what `prepare` has found.
+  const auto list = [&] { return cuda::launch_key_schedule(launches->key_schedule, nullptr); };
+  const auto prepare = [&] { return cuda::launch_prepare(launches->prepare, nullptr); };
+  const auto backward = [&](bool deterministic, bool exact_queries) {
+    cuda::BackwardArguments arguments = launches->backward;
+    arguments.deterministic = deterministic;
+    arguments.exact_queries = exact_queries;
+    return [arguments] { return cuda::launch_backward(arguments, nullptr); };
+  };
   const Result<std::vector<Samples>> samples = time_steps(
       settings, [&] { return cuda::launch_schedule(forward->schedule, nullptr); },  // Its counters are used up.
-      [&] { return cuda::launch_forward(forward->forward, nullptr); },
-      [&] { return cuda::launch_key_schedule(launches->schedule, nullptr); },
-      [&] { return cuda::launch_prepare(launches->prepare, nullptr); },
-      [&] { return cuda::launch_backward(launches->backward, nullptr); },
+      [&] { return cuda::launch_forward(forward->forward, nullptr); }, list, prepare, backward(false, false), list,
+      prepare, backward(true, false), list, prepare, backward(false, true), list, prepare, backward(true, true),
       [&] { return cuda::launch_finish(launches->finish, nullptr); });
   if (!samples) return samples.error();
   if (Status status = cuda::check(*execution); !status) return status;
   const std::vector<Samples>& of = *samples;
+  const auto print = [&](std::string_view name, const Samples& sample) {
+    fmt::print("  {} {} ms, {:.0f} TFLOP/s\n", name, sample.text(),
+               5 * flops_of(settings, workload) / sample.median() / 1e9);
+  };
   fmt::print("  forward before a backward {} ms\n", of[1].text());
   fmt::print("  key schedule {} ms\n", of[2].text());
   fmt::print("  prepare  {} ms\n", of[3].text());
-  fmt::print("  backward {} ms, {:.0f} TFLOP/s\n", of[4].text(),
-             5 * flops_of(settings, workload) / of[4].median() / 1e9);
-  fmt::print("  finish   {} ms\n", of[5].text());
+  print("backward", of[4]);
+  print("backward, dQ in order", of[7]);
+  print("backward, dS scaled by query", of[10]);
+  print("backward, dS scaled by query, dQ in order", of[13]);
+  fmt::print("  finish   {} ms\n", of[14].text());
   return {};
 }
 

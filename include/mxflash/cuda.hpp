@@ -51,7 +51,8 @@ struct Gradients {
   std::byte* dv = nullptr;  ///< [tokens_k, kv_heads, value_dim]
 };
 
-/// What follows a forward with `training` set. Of the inputs dout and dlse are read, of q, k and v the shapes alone.
+/// What follows a forward with `training` set. Of the inputs dout and dlse are read; q, k and v too, unless the recipe
+/// runs in products of E4M3 codes, when their shapes alone are.
 struct BackwardCall {
   ForwardCall forward;          ///< As it was, with dout; its o, cu_seqlens and recipe unchanged.
   const void* saved = nullptr;  ///< Its workspace, to which nothing has been written since.

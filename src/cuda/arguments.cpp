@@ -1,13 +1,12 @@
 #include "cuda/arguments.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <bit>
-#include <string_view>
 #include <vector>
 
 #include "arguments/arguments.hpp"
+#include "cuda/embed_backward_plan.hpp"
 #include "cuda/embed_plan.hpp"
 #include "cuda/kernels.hpp"
 
@@ -62,10 +61,13 @@ Status check_pointers(const ForwardCall& call) {
   return check_aligned("lse", call.outputs.lse);
 }
 
-Status check_pointers(const BackwardCall& call) {
+Status check_pointers(const BackwardCall& call, const Recipe& recipe) {
   const ForwardCall& forward = call.forward;
   const Inputs& inputs = forward.inputs;
   std::vector<Status> checks = {check_offsets(forward.documents), check_aligned("saved", call.saved, 256)};
+  if (!multiplies_codes_backward(recipe)) {
+    checks.insert(checks.end(), {check_data("q", inputs.q), check_data("k", inputs.k), check_data("v", inputs.v)});
+  }
   if (inputs.q.tokens() > 0) {
     checks.push_back(check_aligned("do", inputs.dout->data, size_of(inputs.dout->dtype)));
     if (inputs.dlse) checks.push_back(check_aligned("dlse", inputs.dlse->data, sizeof(float)));
@@ -123,22 +125,6 @@ bool is_score_gradient(const Operand& operand) {
   return operand == square || operand == row;
 }
 
-/// What keeps the backward's kernel from a recipe; empty: nothing. It makes each operand's codes once.
-std::string_view backward_obstacle(const Recipe& recipe) {
-  if (!multiplies_codes(recipe)) return "its forward does not run in products of E4M3 codes";
-  if (recipe.dp.right != recipe.o.tokens) return "dp.right differs from o.tokens, whose codes of v are there";
-  if (!per_token(recipe.dp.left)) return "dp.left is not e4m3 with an exponent per token or 32 tokens";
-  if (recipe.dv.tokens != recipe.dp.left) return "dv.tokens differs from dp.left, whose codes of do are there";
-  if (recipe.dv.weights != kStaticWeights) return "dv.weights is not static e4m3";
-  if (recipe.dq.tokens != recipe.s.right) return "dq.tokens differs from s.right, whose codes of k are there";
-  if (recipe.dk.tokens != recipe.s.left) return "dk.tokens differs from s.left, whose codes of q are there";
-  if (!is_score_gradient(recipe.dq.weights)) return "dq.weights is not e4m3 in blocks square:32 or dims:32";
-  if (recipe.dk.weights != recipe.dq.weights) return "dk.weights differs from dq.weights, whose codes of dS are there";
-  if (recipe.dv.cut || recipe.dq.cut || recipe.dk.cut) return "it has other operands on cut tiles";
-  if (recipe.dq_accumulation != DqAccumulation::f32) return "dq_accumulation is not f32";
-  return {};
-}
-
 }  // namespace
 
 bool multiplies_codes(const Recipe& recipe) {
@@ -149,16 +135,22 @@ bool multiplies_codes(const Recipe& recipe) {
 
 Status supports(const Recipe& recipe) { return multiplies_codes(recipe) ? Status{} : embeds(recipe); }
 
+/// Each operand's codes are made once: those of the forward, of dO, and of dS are there.
+bool multiplies_codes_backward(const Recipe& recipe) {
+  return multiplies_codes(recipe) && recipe.dp.right == recipe.o.tokens && per_token(recipe.dp.left) &&
+         recipe.dv.tokens == recipe.dp.left && recipe.dv.weights == kStaticWeights &&
+         recipe.dq.tokens == recipe.s.right && recipe.dk.tokens == recipe.s.left &&
+         is_score_gradient(recipe.dq.weights) && recipe.dk.weights == recipe.dq.weights && !recipe.dv.cut &&
+         !recipe.dq.cut && !recipe.dk.cut && recipe.dq_accumulation == DqAccumulation::f32;
+}
+
+bool runs_on_codes(const ForwardCall& call, const Recipe& recipe) {
+  return call.training ? multiplies_codes_backward(recipe) : multiplies_codes(recipe);
+}
+
 Status supports_backward(const Recipe& recipe) {
   if (Status status = validate_backward(recipe); !status.ok()) return status;
-  const std::string_view obstacle = backward_obstacle(recipe);
-  if (obstacle.empty()) return {};
-  std::vector<std::string_view> names;
-  for (const Recipe& other : recipes()) {
-    if (validate_backward(other).ok() && backward_obstacle(other).empty()) names.push_back(other.name);
-  }
-  return unsupported(fmt::format("cuda has no backward for recipe {}: {}; it has one for {} and recipes like them",
-                                 recipe.name, obstacle, fmt::join(names, ", ")));
+  return multiplies_codes_backward(recipe) ? Status{} : embeds_backward(recipe);
 }
 
 Result<Sizes> check_call(const ForwardCall& call, const Recipe& recipe) {
@@ -182,7 +174,7 @@ Result<Sizes> check_backward_call(const BackwardCall& call, const Recipe& recipe
     return status.error();  // Without dout there are no pointers to check.
   }
   const Status checks[] = {check_recipe(recipe, forward.inputs), supports_backward(recipe), check_counts(forward),
-                           check_pointers(call)};
+                           check_pointers(call, recipe)};
   for (const Status& status : checks) {
     if (!status.ok()) return status.error();
   }

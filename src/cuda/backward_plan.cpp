@@ -5,6 +5,8 @@
 
 #include "arguments/rotation.hpp"
 #include "cuda/arguments.hpp"
+#include "cuda/embed_backward_plan.hpp"
+#include "cuda/embed_plan.hpp"
 #include "cuda/runtime.hpp"
 
 namespace mxflash::cuda {
@@ -71,6 +73,66 @@ void take_operands(const BackwardSizes& sizes, Planner& planner, BackwardLayout&
   layout.dk_sums = planner.take(kv_heads * rows_k * dims * sizeof(float));
 }
 
+Result<std::int64_t> processor_count() {
+  int device = 0;
+  int processors = 0;
+  if (Status status = status_of(cudaGetDevice(&device), "the current device"); !status.ok()) return status.error();
+  const cudaError_t code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (Status status = status_of(code, "the number of processors"); !status.ok()) return status.error();
+  return processors;
+}
+
+/// What both kinds of kernels are told.
+struct Common {
+  Offsets offsets;
+  Band band;
+  std::int32_t rotation_shift = -1;
+  float logit_scale = 0;
+  float scale = 0;
+};
+
+Common common_of(const BackwardCall& call, const Recipe& recipe, const Sizes& sizes) {
+  const DeviceDocuments& documents = call.forward.documents;
+  const Rotation rotation = rotation_of(recipe, sizes.head_dim);
+  const double scale = softmax_scale(documents.scale, rotation, sizes.head_dim);
+  return {{documents.cu_seqlens_q, documents.cu_seqlens_k},
+          band_of(documents.mask),
+          rotation.on ? rotation.shift : -1,
+          static_cast<float>(scale * std::numbers::log2e),
+          static_cast<float>(scale)};
+}
+
+/// Nothing is written through it.
+void* saved_base(const BackwardCall& call) { return const_cast<void*>(call.saved); }
+
+EmbedBackwardLaunches embedded_launches(const BackwardCall& call, const Recipe& recipe, const Sizes& sizes,
+                                        const Layout& saved_layout, void* workspace) {
+  const Inputs& inputs = call.forward.inputs;
+  const TensorView dlse = inputs.dlse.value_or(TensorView{});
+  const Common common = common_of(call, recipe, sizes);
+  EmbedBackwardArguments of;
+  of.sizes = sizes;
+  of.offsets = common.offsets;
+  of.band = common.band;
+  of.saved = workspace_at(saved_base(call), saved_layout);
+  of.forward = embedded_tables(saved_base(call), saved_layout, recipe);
+  of.seed = call.seed;
+  of.logit_scale = common.logit_scale;
+  of.scale = common.scale;
+  of.rotation_shift = common.rotation_shift;
+  of.dlse = reinterpret_cast<const float*>(dlse.data);
+  of.dlse_token_stride = dlse.stride[0];
+  of.dlse_head_stride = dlse.stride[1];
+  of.dtype = inputs.dout->dtype;
+  of.dq = call.gradients.dq;
+  of.dk = call.gradients.dk;
+  of.dv = call.gradients.dv;
+  // Which operand it is matters to the kernels on codes alone.
+  const GradientSources sources{source_of(inputs.q, {}), source_of(inputs.k, {}), source_of(inputs.v, {}),
+                                source_of(*inputs.dout, {})};
+  return embed_backward_launches(of, sources, recipe, workspace);
+}
+
 }  // namespace
 
 BackwardSizes backward_sizes(const Sizes& forward) {
@@ -91,48 +153,57 @@ Result<BackwardLayout> plan_backward(const BackwardSizes& sizes, std::int64_t pr
   return layout;
 }
 
-Result<std::int64_t> processor_count() {
-  int device = 0;
-  int processors = 0;
-  if (Status status = status_of(cudaGetDevice(&device), "the current device"); !status.ok()) return status.error();
-  const cudaError_t code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (Status status = status_of(code, "the number of processors"); !status.ok()) return status.error();
-  return processors;
+Result<std::size_t> backward_bytes(const Sizes& forward, const Recipe& recipe) {
+  if (!multiplies_codes_backward(recipe)) return plan_gradients(forward, recipe).bytes;
+  const Result<std::int64_t> processors = processor_count();
+  if (!processors.ok()) return processors.error();
+  const Result<BackwardLayout> layout = plan_backward(backward_sizes(forward), *processors);
+  if (!layout.ok()) return layout.error();
+  return layout->bytes;
 }
 
 Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe& recipe, const Execution& execution) {
   const Result<Sizes> forward = check_backward_call(call, recipe);
   if (!forward.ok()) return forward.error();
+  const Result<std::size_t> bytes = backward_bytes(*forward, recipe);
+  if (!bytes.ok()) return bytes.error();
+  if (Status status = check_workspace(execution, *bytes); !status.ok()) return status.error();
+  const Result<Layout> saved_layout = plan(*forward, call.forward, recipe);
+  if (!saved_layout.ok()) return saved_layout.error();
+  BackwardLaunches launches{};
+  if (!multiplies_codes_backward(recipe)) {
+    launches.embedded = embedded_launches(call, recipe, *forward, *saved_layout, execution.workspace);
+    return launches;
+  }
   const Result<std::int64_t> processors = processor_count();
   if (!processors.ok()) return processors.error();
   const BackwardSizes sizes = backward_sizes(*forward);
   const Result<BackwardLayout> layout = plan_backward(sizes, *processors);
   if (!layout.ok()) return layout.error();
-  if (Status status = check_workspace(execution, layout->bytes); !status.ok()) return status.error();
-  const Result<Layout> saved_layout = plan(*forward, call.forward, recipe);
-  if (!saved_layout.ok()) return saved_layout.error();
 
-  // Nothing is written through it.
-  const Workspace saved = workspace_at(const_cast<void*>(call.saved), *saved_layout);
+  const Workspace saved = workspace_at(saved_base(call), *saved_layout);
   const BackwardWorkspace work = backward_workspace_at(execution.workspace, *layout);
-  const DeviceDocuments& documents = call.forward.documents;
-  const Offsets offsets{documents.cu_seqlens_q, documents.cu_seqlens_k};
-  const Band band = band_of(documents.mask);
-  const Rotation rotation = rotation_of(recipe, forward->head_dim);
-  const std::int32_t shift = rotation.on ? rotation.shift : -1;
-  const double scale = softmax_scale(documents.scale, rotation, forward->head_dim);
-  const auto logit_scale = static_cast<float>(scale * std::numbers::log2e);
-  const auto ds_scale = static_cast<float>(scale);
+  const Common common = common_of(call, recipe, *forward);
   const TensorView& dout = *call.forward.inputs.dout;
   const TensorView dlse = call.forward.inputs.dlse.value_or(TensorView{});
   const bool exact_queries = recipe.dq.weights.block != Block::square32();
   const Gradients& out = call.gradients;
-  return BackwardLaunches{
-      {sizes, offsets, band, saved, work},
-      {sizes, offsets, saved, work, source_of(dout, recipe.dp.left), call.forward.outputs.o,
-       reinterpret_cast<const float*>(dlse.data), dlse.stride[0], dlse.stride[1], logit_scale, ds_scale},
-      {sizes, band, saved, work, logit_scale, ds_scale, call.deterministic, exact_queries, dout.dtype, out.dv},
-      {sizes, saved, work, shift, dout.dtype, out.dq, out.dk, out.dv}};
+  launches.schedule = {sizes, common.offsets, common.band, saved, work};
+  launches.prepare = {sizes,
+                      common.offsets,
+                      saved,
+                      work,
+                      source_of(dout, recipe.dp.left),
+                      call.forward.outputs.o,
+                      reinterpret_cast<const float*>(dlse.data),
+                      dlse.stride[0],
+                      dlse.stride[1],
+                      common.logit_scale,
+                      common.scale};
+  launches.backward = {sizes,        common.band,        saved,         work,       common.logit_scale,
+                       common.scale, call.deterministic, exact_queries, dout.dtype, out.dv};
+  launches.finish = {sizes, saved, work, common.rotation_shift, dout.dtype, out.dq, out.dk, out.dv};
+  return launches;
 }
 
 }  // namespace mxflash::cuda

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 
 #include "cuda/backward.hpp"
+#include "cuda/embed_backward.hpp"
 #include "cuda/plan.hpp"
 
 namespace mxflash::cuda {
@@ -39,13 +41,15 @@ struct BackwardLaunches {
   PrepareArguments prepare;
   BackwardArguments backward;
   FinishArguments finish;
+  /// Instead of all of these, where BF16 products run the recipe.
+  std::optional<EmbedBackwardLaunches> embedded = std::nullopt;
 };
 
 BackwardSizes backward_sizes(const Sizes& forward);
 /// For as many blocks of the kernel as the device has processors.
 Result<BackwardLayout> plan_backward(const BackwardSizes& sizes, std::int64_t processors);
-/// Of the current device.
-Result<std::int64_t> processor_count();
+/// Of the workspace, on the current device.
+Result<std::size_t> backward_bytes(const Sizes& forward, const Recipe& recipe);
 /// Checks the call and the workspace.
 Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe& recipe, const Execution& execution);
 

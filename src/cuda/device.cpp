@@ -75,11 +75,7 @@ Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& e
 Result<std::size_t> backward_workspace_bytes(const BackwardCall& call, const Recipe& recipe) {
   const Result<Sizes> sizes = check_backward_call(call, recipe);
   if (!sizes.ok()) return sizes.error();
-  const Result<std::int64_t> processors = processor_count();
-  if (!processors.ok()) return processors.error();
-  const Result<BackwardLayout> layout = plan_backward(backward_sizes(*sizes), *processors);
-  if (!layout.ok()) return layout.error();
-  return layout->bytes;
+  return backward_bytes(*sizes, recipe);
 }
 
 Status backward(const BackwardCall& call, const Recipe& recipe, const Execution& execution) {
@@ -87,6 +83,7 @@ Status backward(const BackwardCall& call, const Recipe& recipe, const Execution&
   if (!launches.ok()) return launches.error();
   if (Status status = available(); !status.ok()) return status;
   void* stream = execution.stream;
+  if (launches->embedded) return launched(launch_embed_backward(*launches->embedded, stream), "the backward");
   Status status = launched(launch_key_schedule(launches->schedule, stream), "making the backward's schedule");
   const Sizes& sizes = launches->schedule.sizes.forward;
   if (!status.ok() || (sizes.tokens_q == 0 && sizes.tokens_k == 0)) return status;

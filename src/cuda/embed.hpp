@@ -80,14 +80,29 @@ struct EmbeddedTables {
   TileKind kind[kTileKinds];
 };
 
-/// Where a token operand of the forward goes.
-enum class Table : std::int32_t { queries, keys, values, cut_values };
+/// BF16 numbers of a token operand of the backward, and what a token has beside them.
+struct TokenTable {
+  std::uint16_t* values = nullptr;  ///< BF16 [heads, tokens, padded]
+  /// [heads, tokens]. Of products over dims a TokenFactor; of those over tokens the exponent that folds into their
+  /// weights, 0 where none does. NaN: poisoned.
+  float* about = nullptr;
+};
+
+/// Where a token operand goes: those of the forward have a place of their own, others take that in `apart`.
+enum class Table : std::int32_t { queries, keys, values, cut_values, apart };
 
 struct EmbeddedOperand {
   Source source;
   Operand operand;
   Table table = Table::queries;
-  RoundTo to;  ///< Of a format.
+  TokenTable apart;
+  /// [heads, documents], zero before: the largest exponent that folds, plus 128, of tokens of queries; null where
+  /// nobody asks.
+  std::uint32_t* largest = nullptr;
+  RoundTo to;                ///< Of a format.
+  std::uint64_t stream = 0;  ///< Of random bits.
+  std::int32_t of_queries = 0;
+  std::int32_t over_dims = 0;  ///< In a product over dims: rows are stored relative to a power of two.
   std::int32_t quantized = 0;
   std::int32_t folds = 0;
   std::int32_t heads = 0;
@@ -96,17 +111,19 @@ struct EmbeddedOperand {
   std::int32_t rotation_shift = -1;
 };
 
-inline constexpr int kMostOperands = 4;
+inline constexpr int kMostOperands = 6;
 
 struct EmbedQuantizeArguments {
   Sizes sizes;
   Workspace workspace;
   EmbeddedTables tables;
+  const std::int32_t* query_offsets = nullptr;
+  std::uint64_t seed = 0;  ///< Of stochastic rounding.
   std::int32_t operands = 0;
   EmbeddedOperand operand[kMostOperands];
 };
 
-/// Values and factors of q, k and v.
+/// Values of token operands, and what a token has beside them.
 int launch_embed_quantize(const EmbedQuantizeArguments& arguments, void* stream);
 
 struct EmbedForwardArguments {

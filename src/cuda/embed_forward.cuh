@@ -8,6 +8,7 @@
 #include "cuda/documents.cuh"
 #include "cuda/embed.hpp"
 #include "cuda/embed_exponential.cuh"
+#include "cuda/embed_logits.cuh"
 #include "cuda/embed_mma.cuh"
 #include "cuda/outputs.cuh"
 
@@ -18,8 +19,6 @@ inline constexpr int kEmbedThreads = kEmbedWarps * 32;
 /// A tile is read while the next is on its way.
 inline constexpr int kEmbedStages = 3;
 inline constexpr int kWarpQueries = 16;
-/// Keys of a tile: those that share what a mask cuts and a group of weights; and queries likewise.
-inline constexpr int kGroup = 32;
 
 template <int kKeyDimsOf, int kValueDimsOf, int kBlocksOf>
 struct EmbedTraits {
@@ -29,24 +28,6 @@ struct EmbedTraits {
   static constexpr int kKeyBytes = 2 * kKeyDims;      // Of a row.
   static constexpr int kValueBytes = 2 * kValueDims;  // The same.
 };
-
-/// Tiles that a block of 32 queries sees whole: those whose first key is within [first, last].
-struct WholeTiles {
-  std::int32_t first = 0;
-  std::int32_t last = -1;
-
-  [[nodiscard]] __device__ bool holds(std::int32_t key) const { return first <= key && key <= last; }
-};
-
-/// As cuts_tile of packing.hpp. Queries past the document's end do not count, keys do.
-__device__ inline WholeTiles whole_tiles(const Item& item, const Band& band, std::int32_t group) {
-  constexpr std::int64_t kFar = INT32_MAX;
-  const std::int64_t first = item.first_position + std::int64_t{group} * kGroup;
-  const std::int64_t last = item.first_position + std::int64_t{min((group + 1) * kGroup, item.queries)} - 1;
-  const std::int64_t from = max(last - band.left, -kFar);
-  const std::int64_t to = min(first + band.right - (kGroup - 1), kFar);
-  return {static_cast<std::int32_t>(min(from, kFar)), static_cast<std::int32_t>(max(to, -kFar))};
-}
 
 /// A block's work: 128 queries of one document and head, one part of the dims of V.
 struct EmbedWork {
@@ -58,12 +39,6 @@ struct EmbedWork {
   std::uint32_t end_tile;
   WholeTiles some;  ///< No tile outside is whole for any query.
   WholeTiles all;   ///< Every tile inside is whole for all.
-};
-
-struct KeyRange32 {
-  std::int32_t begin = 0;
-  std::int32_t end = 0;
-  [[nodiscard]] __device__ bool empty() const { return begin >= end; }
 };
 
 /// Keys of the document that the 16 queries of a warp see.
@@ -100,9 +75,6 @@ struct EmbedShared {
 
   static_assert(Traits::kKeyBytes >= Traits::kValueBytes && sizeof(Stage) % Traits::kKeyBytes == 0);
 };
-
-/// Logits are held here: of equal ones the difference is then 0.
-inline constexpr float kFarLogit = 1e38F;
 
 /// The keys of every query and warp, and the queries' factors, in shared memory: registers are short.
 template <class Traits>

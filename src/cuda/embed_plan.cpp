@@ -47,23 +47,12 @@ float group_limit(Format format, ScaleRule rule) {
   return std::bit_cast<float>(low);
 }
 
+}  // namespace
+
 RoundTo round_to(Format format) {
   const FormatSpec spec = spec_of(format);
   return round_to(spec.mantissa_bits, 1 - spec.bias, spec.max);
 }
-
-EmbeddedOperand operand_of(const Operand& operand, Table table, const Source& source) {
-  EmbeddedOperand out;
-  out.source = source;
-  out.operand = operand;
-  out.table = table;
-  out.quantized = operand.quantized() ? 1 : 0;
-  if (operand.quantized()) out.to = round_to(*element_format(operand.encoding));
-  out.folds = operand.folds() ? 1 : 0;
-  return out;
-}
-
-}  // namespace
 
 Status embeds(const Recipe& recipe) {
   const auto refused = [&recipe](std::string_view path, const Operand& operand, std::string_view allowed) {
@@ -123,21 +112,37 @@ EmbeddedTables embedded_tables(void* workspace, const Layout& layout, const Reci
   return tables;
 }
 
+EmbeddedOperand embedded_operand(const Operand& operand, Table table, const Source& source) {
+  EmbeddedOperand out;
+  out.source = source;
+  out.operand = operand;
+  out.table = table;
+  out.quantized = operand.quantized() ? 1 : 0;
+  if (operand.quantized()) out.to = round_to(*element_format(operand.encoding));
+  out.folds = operand.folds() ? 1 : 0;
+  out.of_queries = table == Table::queries ? 1 : 0;
+  out.over_dims = table == Table::queries || table == Table::keys ? 1 : 0;
+  return out;
+}
+
+void set_shape(EmbeddedOperand& operand, const Sizes& sizes, bool of_values) {
+  operand.heads = operand.of_queries != 0 ? sizes.heads : sizes.kv_heads;
+  operand.dims = of_values ? sizes.value_dim : sizes.head_dim;
+  operand.padded = of_values ? sizes.value_parts * sizes.value_dims : sizes.key_dims;
+}
+
 EmbedQuantizeArguments embed_quantize_arguments(const QuantizeArguments& codes, const Recipe& recipe,
                                                 const EmbeddedTables& tables) {
-  EmbedQuantizeArguments out{codes.sizes, codes.workspace, tables, 0, {}};
-  const auto add = [&](EmbeddedOperand operand) { out.operand[out.operands++] = operand; };
-  add(operand_of(recipe.s.left, Table::queries, codes.q));
-  add(operand_of(recipe.s.right, Table::keys, codes.k));
-  add(operand_of(recipe.o.tokens, Table::values, codes.v));
-  if (recipe.o.cut) add(operand_of(recipe.o.cut->tokens, Table::cut_values, codes.v));
-  for (EmbeddedOperand& operand : out.operand) {
-    const bool dims_product = operand.table == Table::queries || operand.table == Table::keys;
-    operand.heads = operand.table == Table::queries ? codes.sizes.heads : codes.sizes.kv_heads;
-    operand.dims = dims_product ? codes.sizes.head_dim : codes.sizes.value_dim;
-    operand.padded = dims_product ? codes.sizes.key_dims : codes.sizes.value_parts * codes.sizes.value_dims;
-    operand.rotation_shift = dims_product ? codes.rotation_shift : -1;
-  }
+  EmbedQuantizeArguments out{codes.sizes, codes.workspace, tables, nullptr, 0, 0, {}};
+  const auto add = [&](EmbeddedOperand operand) {
+    set_shape(operand, codes.sizes, operand.over_dims == 0);
+    operand.rotation_shift = operand.over_dims != 0 ? codes.rotation_shift : -1;
+    out.operand[out.operands++] = operand;
+  };
+  add(embedded_operand(recipe.s.left, Table::queries, codes.q));
+  add(embedded_operand(recipe.s.right, Table::keys, codes.k));
+  add(embedded_operand(recipe.o.tokens, Table::values, codes.v));
+  if (recipe.o.cut) add(embedded_operand(recipe.o.cut->tokens, Table::cut_values, codes.v));
   return out;
 }
 

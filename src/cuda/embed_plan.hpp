@@ -15,6 +15,13 @@ constexpr int tile_kinds(const Recipe& recipe) { return recipe.o.cut ? 2 : 1; }
 /// P on one kind of tile; precondition: `embeds` has agreed.
 WeightRule weight_rule(const Operand& weights, int beta);
 
+RoundTo round_to(Format format);
+
+/// Without its shape.
+EmbeddedOperand embedded_operand(const Operand& operand, Table table, const Source& source);
+/// Heads and dims; `of_values`: of v or dO.
+void set_shape(EmbeddedOperand& operand, const Sizes& sizes, bool of_values);
+
 /// By address.
 EmbeddedTables embedded_tables(void* workspace, const Layout& layout, const Recipe& recipe);
 

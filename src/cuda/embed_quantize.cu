@@ -1,12 +1,13 @@
 // Token operands to BF16 numbers: the codes times the scales of the reference's quantizer, by the same codecs. A block
-// takes 32 tokens of one document and head, all that any scale of the forward may span, through shared memory.
+// takes 32 tokens of one document and head, all that any scale may span, through shared memory; a second level over 128
+// tokens looks at the others first.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
 
 #include "cuda/embed.hpp"
-#include "quantize/scales.hpp"
+#include "cuda/embed_codes.cuh"
 
 namespace mxflash::cuda {
 namespace {
@@ -21,21 +22,33 @@ constexpr int kQuarters = kTileRows / kRows;
 /// Rows of q and k are stored so that their largest number is about 2^-12: sums over 256 dims then stay inside FP32
 /// with either row's factor, wherever the logit does.
 constexpr int kHeadroom = 12;
-constexpr std::uint16_t kMostBf16 = 0x7F7F;
 /// Height of a row of zeros, and of codes: E5M2's are the largest.
 constexpr float kNoHeight = -200.0F;
 constexpr float kHeightOfCodes = 16.0F;
 
-/// Up to 32 tokens of one document and head.
+/// Tokens of one document and head.
 struct Tokens {
   std::int32_t row = 0;  ///< Of the pack.
   std::int32_t count = 0;
+};
+
+/// A slot's up to 128 tokens.
+struct Slot {
+  Tokens tokens;
+  std::int32_t place = 0;     ///< Of the first in its document.
+  std::int32_t document = 0;  ///< Of queries.
+
+  [[nodiscard]] __device__ Tokens quarter(std::int32_t index) const {
+    const std::int32_t first = index * kRows;
+    return {tokens.row + first, min(max(tokens.count - first, 0), kRows)};
+  }
 };
 
 struct Shared {
   std::uint32_t maxima[kMostScales];  // Bits of magnitudes, which order as the numbers do.
   BlockScale scales[kMostScales];
   std::uint32_t row_maxima[kRows];
+  std::int32_t second[kRows];  // Exponents of the second level.
   std::uint8_t poisoned[kRows];
 };
 
@@ -52,15 +65,18 @@ __device__ std::uint32_t magnitude(float x) { return __float_as_uint(x) & detail
 class TokenBlock {
  public:
   __device__ TokenBlock(const EmbedQuantizeArguments& arguments, const EmbeddedOperand& of, std::int32_t head,
-                        const Tokens& tokens, float* rows, Shared& shared)
-      : a(arguments), op(of), head_(head), tokens_(tokens), x(rows), s(shared), stride_(of.padded + kPadding) {}
+                        float* rows, Shared& shared)
+      : a(arguments), op(of), head_(head), x(rows), s(shared), stride_(of.padded + kPadding) {}
 
-  __device__ void run() {
-    load();
-    __syncthreads();
-    for (int row = warp(); row < kRows; row += kWarps) prepare(row);
-    __syncthreads();
+  __device__ void run(const Slot& slot, std::int32_t quarter) {
+    slot_ = slot;
+    std::uint32_t most = 0;
+    if (has_second_level() && height() > 1) {
+      for (int other = 0; other < kQuarters; ++other) most = max(most, look(other));
+    }
+    look(quarter);
     if (op.quantized != 0) {
+      if (has_second_level()) divide(most);
       measure();
       __syncthreads();
       for (int i = thread(); i < scale_count(); i += kThreads) {
@@ -68,7 +84,10 @@ class TokenBlock {
       }
       __syncthreads();
     }
-    for (int i = thread(); i < tokens_.count * chunks(); i += kThreads) store(i / chunks(), i % chunks() * kChunk);
+    const std::int32_t first = quarter * kRows;
+    for (int i = thread(); i < tokens_.count * chunks(); i += kThreads) {
+      store(i / chunks(), i % chunks() * kChunk, slot.place + first + i / chunks());
+    }
     if (thread() < tokens_.count) describe(thread());
   }
 
@@ -77,7 +96,7 @@ class TokenBlock {
   static __device__ int warp() { return thread() / 32; }
   static __device__ int lane() { return thread() % 32; }
   [[nodiscard]] __device__ int chunks() const { return op.padded / kChunk; }
-  [[nodiscard]] __device__ bool dims_product() const { return op.table == Table::queries || op.table == Table::keys; }
+  [[nodiscard]] __device__ bool has_second_level() const { return op.operand.second_level == SecondLevel::adaptive; }
 
   // Extents of what shares a scale.
   [[nodiscard]] __device__ int height() const { return op.operand.block.rows; }
@@ -87,6 +106,28 @@ class TokenBlock {
   [[nodiscard]] __device__ int across() const { return (op.dims + width() - 1) / width(); }
   [[nodiscard]] __device__ int scale_count() const { return (kRows + height() - 1) / height() * across(); }
   [[nodiscard]] __device__ int scale_of(int row, int dim) const { return row / height() * across() + dim / width(); }
+
+  /// 32 tokens of the slot to shared memory; bits of the largest magnitude among them.
+  __device__ std::uint32_t look(std::int32_t quarter) {
+    __syncthreads();  // All are done with those before.
+    tokens_ = slot_.quarter(quarter);
+    load();
+    __syncthreads();
+    for (int row = warp(); row < kRows; row += kWarps) prepare(row);
+    __syncthreads();
+    return __reduce_max_sync(0xFFFFFFFFU, s.row_maxima[lane()]);
+  }
+
+  /// By the second level, of each row or of bits `most` that the slot has in common.
+  __device__ void divide(std::uint32_t most) {
+    for (int row = warp(); row < kRows; row += kWarps) {
+      const int exponent = second_level_exponent(__uint_as_float(height() > 1 ? most : s.row_maxima[row]));
+      const float factor = detail::pow2(-exponent);
+      for (int d = lane(); d < op.dims; d += 32) x[row * stride_ + d] *= factor;
+      if (lane() == 0) s.second[row] = exponent;
+    }
+    __syncthreads();
+  }
 
   /// Zeros beyond the tokens and the dims.
   __device__ void load() {
@@ -148,17 +189,7 @@ class TokenBlock {
   __device__ void rotate(float* values) const {
     const float factor = detail::pow2(-op.rotation_shift);
     for (int d = lane(); d < op.dims; d += 32) values[d] *= factor;
-    for (int half = 1; half < op.dims; half *= 2) {
-      __syncwarp();
-      for (int i = lane(); i < op.dims / 2; i += 32) {
-        const int d = i / half * 2 * half + i % half;
-        const float low = values[d];
-        const float high = values[d + half];
-        values[d] = low + high;
-        values[d + half] = low - high;
-      }
-    }
-    __syncwarp();
+    butterflies(values, op.dims);
   }
 
   __device__ void read(int row, int dim, float (&out)[kChunk]) const {
@@ -205,26 +236,11 @@ class TokenBlock {
     return most == 0 ? 0 : min(max(detail::floor_log2(most) + kHeadroom, -126), 127);
   }
 
-  /// Held at BF16's largest number: an Inf times a weight of zero would be a NaN in rows that do not see it.
-  static __device__ std::uint16_t hold(float value) {
-    const std::uint16_t bits = encode_bf16(value);
-    return (bits & 0x7FFFU) > kMostBf16 ? static_cast<std::uint16_t>((bits & 0x8000U) | kMostBf16) : bits;
-  }
-
-  /// What the code of a value stands for, and the power of two that is to multiply it.
-  [[nodiscard]] __device__ float decoded(const BlockScale& scale, float value) const {
-    if (op.operand.encoding == Encoding::nvfp4) {
-      value = scale.divisor == 0.0F ? 0.0F : value / scale.divisor;
-    } else {
-      value *= detail::pow2(-scale.exponent);
-    }
-    return copysignf(rounded_to(op.to, fabsf(value)), value);
-  }
-
   /// Eight dims of a row, which have one scale, or one each.
-  __device__ void store(int row, int dim) const {
-    const int apart = dims_product() ? row_exponent(row) : 0;
-    const bool code_alone = !dims_product() && op.folds != 0;
+  __device__ void store(int row, int dim, std::int32_t place_of_token) const {
+    const int second = has_second_level() ? s.second[row] : 0;
+    const int apart = op.over_dims != 0 ? row_exponent(row) : 0;
+    const bool code_alone = op.over_dims == 0 && op.folds != 0;
     std::uint32_t words[kChunk / 2] = {};
     BlockScale scale;
     float factor = detail::pow2(-apart);
@@ -235,25 +251,29 @@ class TokenBlock {
       if (dim >= op.dims) break;
       float value = values[d];
       if (op.quantized == 0) {
-        value = decode_bf16(hold(value)) * factor;
+        value = decode_bf16(held_bf16(value)) * factor;
       } else {
         if (d == 0 || width() == 1) {
           // Held: a row far below the others of its scale has codes 0, and 0 times infinity would be one.
           scale = s.scales[scale_of(row, dim + d)];
           factor = op.operand.encoding == Encoding::nvfp4
-                       ? scale.divisor * detail::pow2(-apart)
+                       ? scale.divisor * detail::pow2(min(second - apart, kE8m0Bias))
                        : detail::pow2(code_alone ? 0 : min(scale.exponent - apart, kE8m0Bias));
         }
-        value = decoded(scale, value) * factor;
+        const std::uint32_t random =
+            op.operand.rounding == Rounding::stochastic
+                ? element_random(a.seed, op.stream, head_, place_of_token, std::int64_t{dim} + d)
+                : 0;
+        value = decoded(op.operand, op.to, scale, value, random) * factor;
       }
-      words[d / 2] |= static_cast<std::uint32_t>(hold(value)) << (d % 2 * 16);
+      words[d / 2] |= static_cast<std::uint32_t>(held_bf16(value)) << (d % 2 * 16);
     }
     std::uint16_t* to = table() + place(row) * op.padded + dim;
     *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
   }
 
   [[nodiscard]] __device__ std::int64_t place(int row) const {
-    const std::int64_t tokens = op.table == Table::queries ? a.sizes.tokens_q : a.sizes.tokens_k;
+    const std::int64_t tokens = op.of_queries != 0 ? a.sizes.tokens_q : a.sizes.tokens_k;
     return head_ * tokens + tokens_.row + row;
   }
   [[nodiscard]] __device__ std::uint16_t* table() const {
@@ -262,23 +282,31 @@ class TokenBlock {
       case Table::keys: return a.tables.keys;
       case Table::values: return a.tables.kind[kWholeTiles].values;
       case Table::cut_values: return a.tables.kind[kCutTiles].values;
+      case Table::apart: return op.apart.values;
     }
     return nullptr;
   }
 
   __device__ void describe(int row) const {
     const bool poisoned = s.poisoned[row] != 0;
-    if (dims_product()) {
+    if (op.over_dims != 0) {
       const float factor = poisoned ? detail::float_of(detail::kNanBits) : detail::pow2(row_exponent(row));
-      if (op.table == Table::queries) {
-        a.tables.query_factor[place(row)] = factor;
-        return;
-      }
+      if (op.table == Table::apart) op.apart.about[place(row)] = factor;
+      if (op.table == Table::queries) a.tables.query_factor[place(row)] = factor;
+      if (op.table != Table::keys) return;
       for (int kind = 0; kind < a.tables.kinds; ++kind) a.tables.kind[kind].keys[place(row)].factor = factor;
       return;
     }
+    const int exponent = op.folds != 0 ? s.scales[scale_of(row, 0)].exponent : 0;
+    if (op.table == Table::apart) {
+      op.apart.about[place(row)] = poisoned ? detail::float_of(detail::kNanBits) : static_cast<float>(exponent);
+      if (op.largest == nullptr || poisoned) return;
+      atomicMax(&op.largest[head_ * a.sizes.documents + slot_.document],
+                static_cast<std::uint32_t>(exponent + kE8m0Bias + 1));
+      return;
+    }
     const TileKind& kind = a.tables.kind[op.table == Table::values ? kWholeTiles : kCutTiles];
-    kind.keys[place(row)].fold = op.folds != 0 ? static_cast<float>(s.scales[scale_of(row, 0)].exponent) : 0.0F;
+    kind.keys[place(row)].fold = static_cast<float>(exponent);
     const std::uint32_t most = s.row_maxima[row];
     // Rounding may double it.
     const float height = op.folds != 0 ? kHeightOfCodes
@@ -290,24 +318,22 @@ class TokenBlock {
   const EmbedQuantizeArguments& a;
   const EmbeddedOperand& op;
   std::int32_t head_;
-  Tokens tokens_;
+  Slot slot_;
+  Tokens tokens_;  ///< Those in shared memory.
   float* x;
   Shared& s;
   int stride_;
 };
 
-/// The quarter of a slot's 128 rows.
-__device__ Tokens tokens_of(const EmbedQuantizeArguments& a, const EmbeddedOperand& op, std::int32_t slot,
-                            std::int32_t quarter) {
-  Tokens all;
-  if (op.table == Table::queries) {
-    if (a.workspace.costs[slot] == 0) return all;
-    all = {a.workspace.items[slot].query_row, a.workspace.items[slot].queries};
-  } else {
-    all = {a.workspace.tiles[slot].row, a.workspace.tiles[slot].keys};
+__device__ Slot slot_of(const EmbedQuantizeArguments& a, const EmbeddedOperand& op, std::int32_t index) {
+  if (op.of_queries == 0) {
+    const KeyTile& tile = a.workspace.tiles[index];
+    return {{tile.row, tile.keys}, tile.row - tile.first_row, 0};
   }
-  const std::int32_t first = quarter * kRows;
-  return {all.row + first, min(max(all.count - first, 0), kRows)};
+  if (a.workspace.costs[index] == 0) return {};
+  const Item& item = a.workspace.items[index];
+  const std::int32_t place = a.query_offsets == nullptr ? 0 : item.query_row - a.query_offsets[item.document];
+  return {{item.query_row, item.queries}, place, item.document};
 }
 
 /// One row of blocks for each operand.
@@ -316,14 +342,14 @@ __global__ void __launch_bounds__(kThreads) embed_quantize_kernel(const __grid_c
   __shared__ Shared shared;
   if (a.workspace.control->status != 0) return;
   const EmbeddedOperand& op = a.operand[blockIdx.y];
-  const std::int64_t slots = op.table == Table::queries ? a.sizes.item_slots() : a.sizes.tile_slots();
+  const std::int64_t slots = op.of_queries != 0 ? a.sizes.item_slots() : a.sizes.tile_slots();
   const std::int64_t index = blockIdx.x;
   if (index >= slots * kQuarters * op.heads) return;
   const auto head = static_cast<std::int32_t>(index % op.heads);
   const auto rest = static_cast<std::int32_t>(index / op.heads);
-  const Tokens tokens = tokens_of(a, op, rest / kQuarters, rest % kQuarters);
-  if (tokens.count == 0) return;
-  TokenBlock(a, op, head, tokens, reinterpret_cast<float*>(rows), shared).run();
+  const Slot slot = slot_of(a, op, rest / kQuarters);
+  if (slot.quarter(rest % kQuarters).count == 0) return;
+  TokenBlock(a, op, head, reinterpret_cast<float*>(rows), shared).run(slot, rest % kQuarters);
 }
 
 }  // namespace

@@ -52,8 +52,8 @@ class EmbedRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       RowReference of;
-      of.t = reference(most_of_row(most.t[r]));
-      of.s = reference(most_of_row(most.s[r]));
+      of.t = reference_above(most_of_row(most.t[r]));
+      of.s = reference_above(most_of_row(most.s[r]));
       of.light = fmaxf(most_of_row(most.fold[r]) - kLightOctaves, static_cast<float>(-kE8m0Bias));
       of.height = fmaxf(ceilf(most_of_row(most.height[r])) - of.t - kMostHeight, kLeastHeight);
       s.row[query_of(r)] = of;  // The same from all four threads, each of which has then written what it reads.
@@ -119,7 +119,6 @@ class EmbedRows {
   /// and neither a weight of 2^-127 nor the product with a subnormal V falls out of it.
   static constexpr float kMostHeight = 100.0F;
   static constexpr float kLeastHeight = -60.0F;
-  static constexpr float kLightOctaves = 3.0F;
 
   static __device__ int warp() { return static_cast<int>(threadIdx.x / 32); }
   [[nodiscard]] __device__ int quad() const { return static_cast<int>(lane % 4); }
@@ -198,12 +197,6 @@ class EmbedRows {
     return every.begin <= step.key() && step.key() + kGroup <= every.end;
   }
 
-  /// A logit with V's exponent: NaN where either token is poisoned. One factor after the other: their product may leave
-  /// FP32 where the logit does not.
-  static __device__ float logit(float score, const EmbeddedKey& key, float factor) {
-    return fmaf(score * key.factor, factor, key.fold);
-  }
-
   /// A NaN is never the larger. Maxima are held afterwards, which is the same as before.
   template <class Keys>
   __device__ void measure(const TileKind& kind, const Stage& tile, const Keys& keys, RowMaxima& most) {
@@ -251,9 +244,6 @@ class EmbedRows {
     x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFU, x, 2));
   }
-  /// Of a row that has seen none but NaN any number will do.
-  static __device__ float reference(float top) { return ceilf(held(top, kFarLogit)); }
-
   /// Scores to P, and its share of the row sums.
   template <class Keys>
   __device__ void to_weights(const TileKind& kind, const EmbeddedKey* about, const Keys& keys) {
@@ -276,7 +266,7 @@ class EmbedRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const RowReference of = s.row[query_of(r)];
-      const float divisor = log2_divisor(kind.rule, top[r], of.t);
+      const float divisor = log2_divisor(kind.rule, kind.rule.in_groups == 0 ? 0.0F : most_of_row(top[r]), of.t);
       const float by = held_pow2(divisor - of.t - of.height);
       const float unit = divisor - of.s;
       const auto fold = [&](int n, int b) { return about[column(n, b)].fold; };
@@ -305,16 +295,6 @@ class EmbedRows {
       any = any || two.key[0].fold <= most || two.key[1].fold <= most;
     }
     return any;
-  }
-
-  /// log2 of what divides a row's weights before they are rounded.
-  static __device__ float log2_divisor(const WeightRule& rule, float top, float reference) {
-    if (rule.in_groups == 0) return reference - rule.log2_beta;
-    top = most_of_row(top);
-    if (!(top > -INFINITY)) return reference;
-    const float octave = floorf(top);
-    const float exponent = octave + rule.group_offset + (exp2_fast(top - octave) > rule.group_limit ? 1.0F : 0.0F);
-    return fmaxf(exponent, reference - static_cast<float>(kE8m0Bias));
   }
 
   /// Scores of a row to P; the sum of what `counts(n, b, t, code)` says of each: a key's code without V's exponent, or

@@ -133,12 +133,12 @@ Result<Layout> plan(const Sizes& sizes, const ForwardCall& call, const Recipe& r
   layout.order = planner.take(slots * sizeof(std::int32_t));
   layout.sort_bytes = *sort_bytes;
   layout.sort = planner.take(layout.sort_bytes);
-  if (multiplies_codes(recipe)) {
+  if (runs_on_codes(call, recipe)) {
     take_codes(sizes, planner, layout);
+    if (call.training) take_saved(sizes, call.inputs.q.dtype, planner, layout);
   } else {
     take_tables(sizes, recipe, planner, layout);
   }
-  if (call.training) take_saved(sizes, call.inputs.q.dtype, planner, layout);
   layout.bytes = planner.end();
   return layout;
 }
@@ -160,7 +160,7 @@ Result<Launches> prepare(const ForwardCall& call, const Recipe& recipe, const Ex
                     {*sizes, work, source_of(call.inputs.q, recipe.s.left), source_of(call.inputs.k, recipe.s.right),
                      source_of(call.inputs.v, recipe.o.tokens), shift},
                     {*sizes, band, work, scale, call.inputs.q.dtype, call.outputs.o, call.outputs.lse}};
-  if (multiplies_codes(recipe)) return launches;
+  if (runs_on_codes(call, recipe)) return launches;
   const EmbeddedTables tables = embedded_tables(execution.workspace, *layout, recipe);
   launches.embedded = EmbedLaunches{embed_quantize_arguments(launches.quantize, recipe, tables),
                                     {*sizes, band, work, tables, recipe.exponential, recipe.row_sum, scale,

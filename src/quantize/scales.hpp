@@ -17,11 +17,10 @@ inline double times_pow2(double value, int exponent) {
 
 /// nvfp4's adaptive second level: the smallest power of two that brings `maximum` within UE4M3 x E2M1 (448 x 6), kept
 /// within the exponents of a normal float. Precondition: finite, not negative.
-inline int second_level_exponent(float maximum) {
+MXFLASH_HOST_DEVICE inline int second_level_exponent(float maximum) {
   if (maximum == 0.0F) return 0;
   constexpr float limit = 448.0F * 6.0F;
-  const auto bits = std::bit_cast<std::uint32_t>(maximum);
-  int exponent = detail::floor_log2(bits) - detail::floor_log2(std::bit_cast<std::uint32_t>(limit));
+  int exponent = detail::floor_log2(detail::bits_of(maximum)) - detail::floor_log2(detail::bits_of(limit));
   if (exponent >= -126 && maximum * detail::pow2(-exponent) > limit) ++exponent;
   return exponent < -126 ? -126 : exponent;
 }
@@ -61,10 +60,13 @@ MXFLASH_HOST_DEVICE inline std::uint8_t encode_element(const Operand& operand, c
   return operand.rounding == Rounding::stochastic ? encode_stochastic(format, value, random) : encode(format, value);
 }
 
+/// Streams of random bits, by operand; dS takes two, one for each of its products.
+enum class Stream : std::uint64_t { none = 0, dout_dp = 1, dout_dv = 2, v_dp = 3, k_dq = 4, q_dk = 5, ds = 6 };
+
 /// Keys the random bits of one element: place in the document, never in the pack, so that a document's codes do not
 /// depend on its neighbours.
-inline std::uint32_t element_random(std::uint64_t seed, std::uint64_t stream, std::int64_t head, std::int64_t row,
-                                    std::int64_t column) {
+MXFLASH_HOST_DEVICE inline std::uint32_t element_random(std::uint64_t seed, std::uint64_t stream, std::int64_t head,
+                                                        std::int64_t row, std::int64_t column) {
   return random_bits(seed, (stream << 32) | static_cast<std::uint64_t>(head),
                      (static_cast<std::uint64_t>(row) << 32) | static_cast<std::uint64_t>(column));
 }

@@ -7,6 +7,7 @@
 #include "arguments/rotation.hpp"
 #include "mxflash/attention.hpp"
 #include "mxflash/quantize.hpp"
+#include "quantize/scales.hpp"
 #include "reference/strip.hpp"
 
 namespace mxflash::reference {
@@ -25,8 +26,7 @@ struct Operands {
   QuantizedPtr q_dk;
 };
 
-/// Streams of random bits; dS takes two, one for each of its products.
-enum class Stream : std::uint64_t { none = 0, dout_dp = 1, dout_dv = 2, v_dp = 3, k_dq = 4, q_dk = 5, ds = 6 };
+using mxflash::Stream;
 
 Result<Operands> quantize_operands(const Problem& problem, const Recipe& recipe, const Inputs& inputs,
                                    const Options& options, bool with_backward);

@@ -84,7 +84,12 @@ TEST_F(CudaBackwardBits, C3_ADocumentDoesNotKnowItsPlaceInThePack) {
 
 /// How many rows of dQ before `token` no later token may move.
 std::int64_t rows_kept_of_dq(const Recipe& recipe, std::int64_t token) {
-  return std::max(recipe.claims.forward, recipe.claims.backward) == Causality::exact ? token : token / kBlock * kBlock;
+  switch (std::max(recipe.claims.forward, recipe.claims.backward)) {
+    case Causality::exact: return token;
+    case Causality::block: return token / kBlock * kBlock;
+    case Causality::leaks: return 0;
+  }
+  return 0;
 }
 
 /// Later tokens of the same document, in all inputs or in one: other ones, huge ones, NaN, Inf, zeros.
