@@ -81,6 +81,8 @@ Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& e
 
 /// Whether the backward of this recipe runs on the device; the error says why not, and of which recipes it does.
 Status supports_backward(const Recipe& recipe);
+/// Whether that backward reads q, k and v themselves; otherwise the forward's workspace will do, and they may be gone.
+bool backward_reads_inputs(const Recipe& recipe);
 /// As workspace_bytes; and on the current device.
 Result<std::size_t> backward_workspace_bytes(const BackwardCall& call, const Recipe& recipe);
 /// As forward: malformed offsets fill dq, dk and dv with NaN. `execution` has a workspace of its own.

@@ -3,6 +3,8 @@
 import torch
 
 from mxflash import _native
+from mxflash._arrays import put
+from mxflash._lists import recipe as checked_recipe
 
 ENGINES = ("auto", "cuda")
 
@@ -19,21 +21,38 @@ def one_document(tensor: torch.Tensor) -> torch.Tensor:
     return torch.arange(2, dtype=torch.int32, device=tensor.device).mul_(tokens)
 
 
-def saved_bytes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> int:
-    """Room for what a forward leaves to its backward: at least what the compiled part plans, which checks it.
+def reads_inputs(recipe: str, causality: str | None) -> bool:
+    """Whether the backward reads q, k and v; otherwise the forward's codes are all that it needs of them."""
+    settings = _native.Settings()
+    settings.recipe = recipe
+    put(settings, causality=causality)
+    return _native.cuda_backward_reads_inputs(settings)
+
+
+def saved_bytes(
+    tensors: tuple[torch.Tensor, ...], cu_seqlens_q: torch.Tensor | None, recipe: str, causality: str | None
+) -> int:
+    """Room for the forward's workspace where a backward follows: at least what the compiled part plans, and checks.
 
     An expression of the shapes, which torch.compile does not know yet: asking the compiled part would need numbers.
+    tensors: of the shapes and the type of q, k and v.
     """
-    (queries, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, v.shape
+    q, k, v = tensors
+    (queries, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, (*k.shape[:2], v.shape[2])
     documents = 1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     small = head_dim <= 64 and value_dim <= 64
     dims = 64 if small else 128 if head_dim <= 128 else 256
     value_rows = 65 if small else 129 if value_dim <= 128 else 258  # Of codes; and of multipliers of the row sum.
+    tiles = (queries + keys) // 128 + 2 * documents
+    schedule = 96 * tiles + 2**17  # The last is the sort's.
+    if reads_inputs(recipe, causality):  # BF16 tables; values once more where cut tiles have other operands.
+        kinds = 2 if "cut" in checked_recipe(recipe)["o"] else 1
+        of_key = 2 * dims + kinds * (2 * value_rows + 16)
+        return queries * heads * (2 * dims + 16) + keys * kv_heads * of_key + schedule
     residual = 0 if q.dtype == torch.float32 else value_dim * q.element_size()
     of_queries = (queries + 128) * heads * (dims + 24 + residual)  # Codes; scales, records of rows.
     of_keys = (keys + 16 * documents + 256) * kv_heads * (dims + value_rows + 8)
-    tiles = (queries + k.shape[0]) // 128 + 2 * documents
-    return of_queries + of_keys + tiles * (96 + 16 * kv_heads) + 2**17  # The last is the sort's.
+    return of_queries + of_keys + 16 * kv_heads * tiles + schedule
 
 
 def forward(
@@ -74,7 +93,7 @@ def backward(
     kept: tuple[torch.Tensor, torch.Tensor],
     gradients: tuple[torch.Tensor, ...],
 ) -> None:
-    """Fills dq, dk and dv, which `arguments` has in the places of q, k and v; kept: the forward's o and workspace."""
+    """Fills dq, dk and dv, which may stand for q, k and v in `arguments`; kept: the forward's o and workspace."""
     o, saved = kept
     device = _native.Device()
     device.o, device.saved = o.data_ptr(), saved.data_ptr()

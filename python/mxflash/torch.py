@@ -50,9 +50,9 @@ def attention(
 
     CUDA tensors, in a build with the CUDA engine: both passes on their device and torch's current stream. Nothing
     waits, a graph may capture it, and the workspaces are torch's. Values of cu_seqlens_* are checked on the device:
-    malformed ones give NaN, or ValueError with validate=True, which waits for the stream. Where a gradient is required,
-    o and the codes of q, k and v are saved (docs/training.md: how many bytes), and not q, k and v; a recipe without a
-    backward on the device is refused then.
+    malformed ones give NaN, or ValueError with validate=True, which waits for the stream. A graph keeps the seed of its
+    capture. Where a gradient is required, o and the forward's workspace are saved (docs/training.md: how many bytes),
+    q, k and v only where the recipe does not run in FP8; one without a backward on the device is refused then.
     """
     cuda = q.device.type == "cuda"
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
@@ -60,9 +60,14 @@ def attention(
         q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
     text = recipe_text(recipe)
     left, right = mask_of(causal, window)
-    if seed is None and not cuda:  # It is of the backward.
+    # Where no backward follows, less is made and nothing kept.
+    training = cuda and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if seed is None and (training or not cuda):  # It is of the backward.
         draws = text in _STOCHASTIC or (text.startswith("{") and "stochastic" in text)
-        seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if draws else 0
+        if draws:
+            seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+        elif not cuda:  # There a tensor on the host would keep torch.compile from making graphs.
+            seed = 0
     if seed is not None and not isinstance(seed, torch.Tensor):
         if not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ValueError(f"seed: {seed!r} given, an integer from 0 to 2**63 - 1 or None allowed")
@@ -72,8 +77,6 @@ def attention(
     for name, tensor in (("k", k), ("v", v), ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"{name}: on {tensor.device} given, {q.device} allowed (q's)")
-    # Where no backward follows, less is made and nothing kept.
-    training = cuda and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     o, lse, *_ = (torch.ops.mxflash.attention_training if training else torch.ops.mxflash.attention)(
         q,
         k,
@@ -184,7 +187,7 @@ def _training(
         arguments = _device_arguments((q, k, v), cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale)
         settings = _settings(seed, recipe, engine, causality, deterministic)
         three = q.ndim == k.ndim == v.ndim == 3  # Others are refused with the rest.
-        saved = _cuda.saved_bytes(q, k, v, cu_seqlens_q) if three else 0
+        saved = _cuda.saved_bytes((q, k, v), cu_seqlens_q, recipe, causality) if three else 0
         return _cuda.forward(arguments, settings, (q, k, v), validate, saved)
 
 
@@ -196,6 +199,9 @@ def _training_backward(
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     seed: torch.Tensor | None,
+    q: torch.Tensor | None,  # Where the recipe's backward reads them.
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     tokens_k: int,
     kv_heads: int,
     head_dim: int,
@@ -213,10 +219,14 @@ def _training_backward(
     with torch.cuda.device(o.device):
         gradients = _gradients_like(o, tokens_k, kv_heads, head_dim)
         # Another size: of another call.
-        if saved.nbytes != (allowed := _cuda.saved_bytes(*gradients, cu_seqlens_q)):
+        if saved.nbytes != (allowed := _cuda.saved_bytes(gradients, cu_seqlens_q, recipe, causality)):
             raise ValueError(f"saved: {saved.nbytes} bytes given, {allowed} allowed (those of the forward)")
+        inputs = (q, k, v) if _cuda.reads_inputs(recipe, causality) else gradients  # Those have the shapes and types.
+        for name, tensor in zip(("q", "k", "v"), inputs, strict=True):
+            if tensor is None:
+                raise ValueError(f"{name}: None given, the forward's allowed (this recipe's backward reads it)")
         rest = cu_seqlens_q, cu_seqlens_k, window_left, window_right, scale
-        arguments = _device_arguments((*gradients, do, dlse), *rest)
+        arguments = _device_arguments((*inputs, do, dlse), *rest)
         settings = _settings(seed, recipe, engine, causality, deterministic)
         _cuda.backward(arguments, settings, (o.contiguous(), saved), gradients)
     return gradients
@@ -266,9 +276,9 @@ def _(_do, q, k, v, *_):
 
 
 @_training.register_fake
-def _(q, k, v, cu_seqlens_q, *_):
+def _(q, k, v, cu_seqlens_q, _offsets_k, _seed, recipe, _left, _right, _scale, _engine, causality, *_):
     tokens, heads = q.shape[0], q.shape[1]
-    saved = _cuda.saved_bytes(q, k, v, cu_seqlens_q)
+    saved = _cuda.saved_bytes((q, k, v), cu_seqlens_q, recipe, causality)
     return (
         q.new_empty((tokens, heads, v.shape[2])),
         q.new_empty((tokens, heads), dtype=torch.float32),
@@ -277,7 +287,7 @@ def _(q, k, v, cu_seqlens_q, *_):
 
 
 @_training_backward.register_fake
-def _(_do, o, _saved, _offsets_q, _offsets_k, _seed, tokens_k, kv_heads, head_dim, *_):
+def _(_do, o, _saved, _offsets_q, _offsets_k, _seed, _q, _k, _v, tokens_k, kv_heads, head_dim, *_):
     return _gradients_like(o, tokens_k, kv_heads, head_dim)
 
 
@@ -289,11 +299,13 @@ def _save(ctx, inputs, output):  # The names are torch's.
 
 
 def _save_training(ctx, inputs, output):
-    q, k, _, cu_seqlens_q, cu_seqlens_k, seed, *ctx.rest, _ = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seed, *ctx.rest, _ = inputs
+    recipe, _, _, _, _, causality, _ = ctx.rest
+    kept = (q, k, v) if _cuda.reads_inputs(recipe, causality) else (None, None, None)
     o, _, saved = output
     ctx.sizes = k.shape[0], k.shape[1], q.shape[2]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(o, saved, cu_seqlens_q, cu_seqlens_k, seed)
+    ctx.save_for_backward(o, saved, cu_seqlens_q, cu_seqlens_k, seed, *kept)
 
 
 def _refuse_create_graph():

@@ -49,7 +49,7 @@ cuda::ForwardCall call_of(const Arguments& arguments, const Device& device) {
           device.training};
 }
 
-/// Of q, k and v nothing but shapes and types is read: any arrays will do that have them.
+/// Of q, k and v nothing but shapes and types may be read (reads_inputs): then any arrays will do that have them.
 cuda::BackwardCall backward_call_of(const Arguments& arguments, const Settings& settings, const Device& device) {
   cuda::ForwardCall forward = call_of(arguments, device);
   forward.training = true;
@@ -76,6 +76,8 @@ void forward(const Arguments& arguments, const Settings& settings, const Device&
   const Recipe recipe = chosen_recipe(settings);
   check(unlocked([&] { return cuda::forward(call, recipe, execution_of(device)); }));
 }
+
+bool reads_inputs(const Settings& settings) { return cuda::backward_reads_inputs(chosen_recipe(settings)); }
 
 std::size_t backward_workspace_bytes(const Arguments& arguments, const Settings& settings, const Device& device) {
   check(cuda::available());
@@ -112,8 +114,10 @@ void bind_cuda(nb::module_& module) {
              nb::arg("arguments"), nb::arg("settings"), nb::arg("device"));
   module.def("cuda_forward", &forward, "Launches the forward on the stream and returns", nb::arg("arguments"),
              nb::arg("settings"), nb::arg("device"));
-  module.def("cuda_backward_workspace_bytes", &backward_workspace_bytes,
-             "As cuda_workspace_bytes, of a backward, of whose q, k and v it takes the shapes and types alone",
+  module.def("cuda_backward_reads_inputs", &reads_inputs,
+             "Whether the recipe's backward reads q, k and v; otherwise arrays of their shapes and types will do",
+             nb::arg("settings"));
+  module.def("cuda_backward_workspace_bytes", &backward_workspace_bytes, "As cuda_workspace_bytes, of a backward",
              nb::arg("arguments"), nb::arg("settings"), nb::arg("device"));
   module.def("cuda_backward", &backward, "Launches the backward on the stream and returns", nb::arg("arguments"),
              nb::arg("settings"), nb::arg("device"));

@@ -18,6 +18,7 @@ Status supports(const Recipe&) { return absent(); }
 Result<std::size_t> workspace_bytes(const ForwardCall&, const Recipe&) { return absent(); }
 Status forward(const ForwardCall&, const Recipe&, const Execution&) { return absent(); }
 Status supports_backward(const Recipe&) { return absent(); }
+bool backward_reads_inputs(const Recipe&) { return true; }
 Result<std::size_t> backward_workspace_bytes(const BackwardCall&, const Recipe&) { return absent(); }
 Status backward(const BackwardCall&, const Recipe&, const Execution&) { return absent(); }
 Status check(const Execution&) { return absent(); }

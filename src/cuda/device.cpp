@@ -72,6 +72,8 @@ Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& e
       "the forward");
 }
 
+bool backward_reads_inputs(const Recipe& recipe) { return !multiplies_codes_backward(recipe); }
+
 Result<std::size_t> backward_workspace_bytes(const BackwardCall& call, const Recipe& recipe) {
   const Result<Sizes> sizes = check_backward_call(call, recipe);
   if (!sizes.ok()) return sizes.error();
