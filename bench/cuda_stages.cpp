@@ -212,7 +212,7 @@ Status measure_backward(const Settings& settings, const Recipe& recipe, const Wo
   if (!launches) return launches.error();
   if (Status status = cuda::forward(call, recipe, *saved); !status) return status;
   // Every backward uses up the work list and what `prepare` has found.
-  const auto list = [&] { return cuda::launch_key_schedule(launches->key_schedule, nullptr); };
+  const auto list = [&] { return cuda::launch_key_schedule(launches->schedule, nullptr); };
   const auto prepare = [&] { return cuda::launch_prepare(launches->prepare, nullptr); };
   const auto backward = [&](bool deterministic, bool exact_queries) {
     cuda::BackwardArguments arguments = launches->backward;

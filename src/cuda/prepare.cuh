@@ -31,15 +31,16 @@ class DoutTile {
   static constexpr int kGroups = kQueryTile / kGroup;
   /// A chunk of every lane, transposed: 32 dims of a group.
   static constexpr int kTransposed = 32 * kGroup;
-  static constexpr int kShared = Shape::kStages * Shape::kStage + kTransposed;
+  static constexpr int kShared = Shape::kStage + kTransposed;
 
   __device__ DoutTile(const PrepareArguments& arguments, const QueryPlace& of, std::int32_t of_head, std::byte* shared)
       : a(arguments),
         tile(of),
         head(of_head),
-        transposed_(shared + Shape::kStages * Shape::kStage),
+        transposed_(shared + Shape::kStage),
         out_(arguments.workspace.query_tiles + of_head * arguments.sizes.query_slots() + of.slot),
-        groups({&arguments.dout, arguments.sizes.forward.value_dim, of_head, of.row, of.queries}, of.columns, shared) {}
+        rows_({&arguments.dout, arguments.sizes.forward.value_dim, of_head, of.row, of.queries}),
+        staged_(shared) {}
 
   __device__ void run() {
 #pragma unroll 1
@@ -79,13 +80,24 @@ class DoutTile {
     return part() < 2 ? (odd ? of[1] : of[0]) : (odd ? of[3] : of[2]);
   }
 
+  /// The group of 32 rows from `first` on into shared memory.
+  __device__ void take(int first) const {
+    __syncwarp();  // No lane needs the group before it any more.
+    const Group<Shape> group(rows_.group(first / kGroup), staged_);
+    group.start();
+    group.wait();
+  }
+  [[nodiscard]] __device__ Chunk chunk(int row, int index) const {
+    return Group<Shape>(rows_, staged_).chunk(row, index);
+  }
+
   __device__ Dot encode(int first) {
     Outputs next = outputs(first, 0);
-    groups.take(first);
+    take(first);
     float own[kTokens];
     maxima(own);
     float shared = 0;
-    if (groups.rows.alike()) {
+    if (rows_.alike()) {
 #pragma unroll
       for (int j = 0; j < kTokens; ++j) shared = finite(own[j]) ? fmaxf(shared, own[j]) : shared;
       shared = largest_among<1, 32>(shared);
@@ -94,7 +106,7 @@ class DoutTile {
     float sums[kTokens] = {};
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
-      const Scale scale(own[j], groups.rows.alike() ? shared : own[j]);
+      const Scale scale(own[j], rows_.alike() ? shared : own[j]);
       inverses[j] = scale.poisoned ? NAN : scale.inverse();
     }
 #pragma unroll 1
@@ -108,7 +120,7 @@ class DoutTile {
 #pragma unroll
       for (int distance = 1; distance < kLanes; distance *= 2) sums[j] += shuffled(sums[j], distance);
     }
-    return {mine(own), groups.rows.alike() ? shared : mine(own), mine(sums)};
+    return {mine(own), rows_.alike() ? shared : mine(own), mine(sums)};
   }
 
   __device__ void maxima(float (&own)[kTokens]) const {
@@ -117,7 +129,7 @@ class DoutTile {
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
       for (int j = 0; j < kTokens; ++j) {
-        most[j] = Type::larger_of(most[j], Type::most(groups.chunk(first_token() + j, c * kLanes + part())));
+        most[j] = Type::larger_of(most[j], Type::most(chunk(first_token() + j, c * kLanes + part())));
       }
     }
 #pragma unroll
@@ -156,7 +168,7 @@ class DoutTile {
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
       float x[kChunk];
-      Type::widen(groups.chunk(first_token() + j, at.chunk * kLanes + part()), x);
+      Type::widen(chunk(first_token() + j, at.chunk * kLanes + part()), x);
 #pragma unroll
       // NaN: a poisoned token, which has codes 0.
       for (int d = 0; d < kChunk; ++d) x[d] = inverses[j] != inverses[j] ? 0.0F : x[d] * inverses[j];
@@ -341,7 +353,8 @@ class DoutTile {
   float most_ = -INFINITY;
   bool irregular_ = false;
   int base_ = kNone;
-  Groups<Shape> groups;
+  const Rows rows_;
+  std::byte* staged_;
 };
 
 }  // namespace mxflash::cuda

@@ -190,13 +190,14 @@ class Values {
     return dim ^ static_cast<int>(static_cast<unsigned>(dim) / kChunk % Shape::kKeyLanes) ^ warp;
   }
 
-  /// Over the rows, of which the team's warps take turns, that share the exponent of the document's first key.
+  /// Over the rows that share the exponent of the document's first key: the warps that have a group take turns.
   __device__ float first_magnitude() const {
     const std::int32_t alike = tile.row > tile.first_row ? a.v.scale_tokens : min(a.v.scale_tokens, tile.keys);
     const Rows rows{&a.v, a.sizes.value_dim, team.head, tile.first_row, alike};
+    const std::int32_t turns = (tile.columns + kGroup - 1) / kGroup;
     float most = 0;
 #pragma unroll 1
-    for (std::int32_t row = team.group; row < rows.count; row += team.warps) {
+    for (std::int32_t row = team.group; row < rows.count; row += turns) {
       float own = 0;
       for (int d = lane_index(); d < rows.dims; d += 32) own = larger(own, Type::widened(*rows.at<Type>(row, d)));
       own = largest_among<1, 32>(own);
