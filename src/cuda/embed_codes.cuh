@@ -21,11 +21,9 @@ __device__ inline float decoded(const Operand& operand, const RoundTo& to, const
   } else {
     value *= detail::pow2(-scale.exponent);
   }
-  if (operand.rounding == Rounding::stochastic) {
-    const Format format = *element_format(operand.encoding);
-    return decode(format, encode_stochastic(format, value, random));
-  }
-  return copysignf(rounded_to(to, fabsf(value)), value);
+  const float x = fabsf(value);
+  return copysignf(operand.rounding == Rounding::stochastic ? rounded_by_chance(to, x, random) : rounded_to(to, x),
+                   value);
 }
 
 /// A warp's Hadamard transform of a row in shared memory: butterflies at rising distances.
