@@ -36,6 +36,21 @@ MXFLASH_HOST_DEVICE inline float rounded_to(const RoundTo& to, float x) {
   return (x + unit) - unit;
 }
 
+/// decode(encode_stochastic(x)): up where `random` is below the share of the step that x is past the number under it.
+/// Preconditions: x >= 0, no NaN.
+MXFLASH_HOST_DEVICE inline float rounded_by_chance(const RoundTo& to, float x, std::uint32_t random) {
+  constexpr std::uint32_t kMantissa = 23U << 23;
+  constexpr std::uint32_t kOne = 127U << 23;
+  if (x >= to.most) return to.most;
+  std::uint32_t octave = detail::bits_of(x) & detail::kInfBits;
+  octave = octave > to.least ? octave : to.least;
+  const std::uint32_t step = octave + to.step - kMantissa;
+  const float steps = x * detail::float_of(2 * kOne - step);
+  const auto kept = static_cast<float>(static_cast<std::int32_t>(steps));
+  const auto share = static_cast<std::uint32_t>((steps - kept) * 0x1p32F);
+  return (kept + (random < share ? 1.0F : 0.0F)) * detail::float_of(step);
+}
+
 /// How P is quantized on one kind of tile.
 struct WeightRule {
   RoundTo to;

@@ -13,6 +13,13 @@ __device__ inline std::uint16_t held_bf16(float value) {
   return (bits & 0x7FFFU) == kMostBf16 + 1 ? static_cast<std::uint16_t>((bits & 0x8000U) | kMostBf16) : bits;
 }
 
+/// The number of a format that a value is rounded to. Precondition: no NaN.
+__device__ inline float rounded(const Operand& operand, const RoundTo& to, float value, std::uint32_t random) {
+  const float x = fabsf(value);
+  return copysignf(operand.rounding == Rounding::stochastic ? rounded_by_chance(to, x, random) : rounded_to(to, x),
+                   value);
+}
+
 /// What the code of a value stands for, without its scale. Precondition: no NaN.
 __device__ inline float decoded(const Operand& operand, const RoundTo& to, const BlockScale& scale, float value,
                                 std::uint32_t random) {
@@ -21,11 +28,7 @@ __device__ inline float decoded(const Operand& operand, const RoundTo& to, const
   } else {
     value *= detail::pow2(-scale.exponent);
   }
-  if (operand.rounding == Rounding::stochastic) {
-    const Format format = *element_format(operand.encoding);
-    return decode(format, encode_stochastic(format, value, random));
-  }
-  return copysignf(rounded_to(to, fabsf(value)), value);
+  return rounded(operand, to, value, random);
 }
 
 /// A warp's Hadamard transform of a row in shared memory: butterflies at rising distances.

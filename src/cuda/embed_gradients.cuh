@@ -25,8 +25,12 @@ struct Folds {
 struct LineScales {
   BlockScale low;
   BlockScale high;
+};
 
-  [[nodiscard]] __device__ BlockScale of(int half) const { return half == 0 ? low : high; }
+/// A scale as a line of numbers takes it: powers of two are made once.
+struct CodeScale {
+  float by = 0;    ///< Multiplies a value before it is rounded; of NVFP4 it divides it, correctly rounded.
+  float unit = 0;  ///< Multiplies what the code stands for.
 };
 
 class SquareWeights {
@@ -52,16 +56,18 @@ class SquareWeights {
       return;
     }
     const LineScales scales = find_scales(value);
+    const CodeScale low = code_scale(scales.low, second);
+    const CodeScale high = code_scale(scales.high, second);
     each([&](float x, int row, int column) {
-      const BlockScale scale = scales.of(half_of(row, column));
-      const float code = coded(scale, value(x, row, column), row, column);
-      store(row, column, scalbnf(code * scale.divisor, second + scale.exponent));
+      const CodeScale scale = half_of(row, column) == 0 ? low : high;
+      store(row, column, coded(scale, value(x, row, column), row, column) * scale.unit);
     });
   }
 
   /// One set of codes for both products: here for that with k, whose exponents are `folds`.
   __device__ void write_for_keys(const float* folds) const {
     const BlockScale scale = find_scales([](float x, int, int) { return x; }).low;
+    const CodeScale of_code = code_scale(scale, 0);
     const KeyRange32 keys = tile_.columns(tile_.at.lane);
     float top = -INFINITY;
     if (by_row()) {
@@ -73,7 +79,7 @@ class SquareWeights {
     }
     if (top == -INFINITY) top = 0;
     each([&](float x, int row, int column) {
-      const float code = coded(scale, x, row, column);
+      const float code = coded(of_code, x, row, column);
       store(row, column, shifted(code, folds[column] - top, top + static_cast<float>(scale.exponent)));
     });
   }
@@ -81,6 +87,7 @@ class SquareWeights {
   /// The same for that with q.
   __device__ void write_for_queries(const float* folds) const {
     const BlockScale scale = find_scales([](float x, int, int) { return x; }).low;
+    const CodeScale of_code = code_scale(scale, 0);
     // A lane is a row here, whatever it is to the codes: where it is not, rows have no exponent of their own.
     const float own = by_row() ? static_cast<float>(scale.exponent) : 0.0F;
     const KeyRange32 keys = tile_.columns(tile_.at.lane);
@@ -88,7 +95,7 @@ class SquareWeights {
     float top = most_of_warp(sees ? fmaxf(-INFINITY, folds[tile_.at.lane] + own) : -INFINITY);
     if (top == -INFINITY) top = 0;
     each([&](float x, int row, int column) {
-      const float code = coded(scale, x, row, column);
+      const float code = coded(of_code, x, row, column);
       store(row, column, shifted(code, folds[row] + own - top, top + static_cast<float>(scale.exponent) - own));
     });
   }
@@ -119,14 +126,14 @@ class SquareWeights {
   /// NaN where a token that the pair sees is poisoned.
   [[nodiscard]] __device__ float folded(const Folds& folds, float x, int row, int column) const {
     const float exponent = folds.exponent(row, column);
-    if (exponent == exponent) return scalbnf(x, static_cast<int>(exponent));
+    if (exponent == exponent) return x * detail::pow2(static_cast<int>(exponent));  // 127 at most.
     const KeyRange32 keys = tile_.columns(row);
     return keys.begin <= column && column < keys.end ? exponent : 0.0F;
   }
 
   static __device__ float narrowed(float x, int shift) {
     constexpr float kMost = 3.4028234e38F;
-    return held(shift == 0 ? x : scalbnf(x, shift), kMost);
+    return held(shift == 0 ? x : x * detail::pow2(shift), kMost);
   }
 
   template <class Value>
@@ -146,8 +153,13 @@ class SquareWeights {
     return {block_scale(op_, low), block_scale(op_, high)};
   }
 
+  [[nodiscard]] __device__ CodeScale code_scale(const BlockScale& scale, int second) const {
+    if (op_.encoding == Encoding::nvfp4) return {scale.divisor, scalbnf(scale.divisor, second)};
+    return {detail::pow2(-scale.exponent), detail::pow2(scale.exponent)};
+  }
+
   /// What the code of a value stands for.
-  [[nodiscard]] __device__ float coded(const BlockScale& scale, float value, int row, int column) const {
+  [[nodiscard]] __device__ float coded(const CodeScale& scale, float value, int row, int column) const {
     if (!(value == value)) return value;
     const Pair& pair = tile_.s.pair;
     const std::uint32_t random =
@@ -155,7 +167,8 @@ class SquareWeights {
             ? element_random(tile_.a.seed, stream_, pair.head, std::int64_t{pair.first_query} + tile_.at.query() + row,
                              std::int64_t{pair.first_key} + tile_.at.key() + column)
             : 0;
-    return decoded(op_, to_, scale, value, random);
+    if (op_.encoding != Encoding::nvfp4) return rounded(op_, to_, value * scale.by, random);
+    return rounded(op_, to_, scale.by == 0.0F ? 0.0F : value / scale.by, random);
   }
 
   /// A code moved down by an exponent, what falls below the format's range rounded again; then its scale.
@@ -169,7 +182,8 @@ class SquareWeights {
     const int key = tile_.at.key() + column;
     auto* to = reinterpret_cast<std::uint8_t*>(tile_.s.weights) +
                swizzled<kWeightBytes>(tile_.at.query() + row, key / 8) + key % 8 * 2;
-    *reinterpret_cast<std::uint16_t*>(to) = held_bf16(value);
+    constexpr float kMostBf16 = 3.38953139e38F;
+    *reinterpret_cast<__nv_bfloat16*>(to) = __float2bfloat16_rn(held(value, kMostBf16));
   }
 
   const PairTile& tile_;

@@ -67,18 +67,18 @@ __device__ inline TableRows rows_of(const std::uint16_t* values, std::int64_t ro
   return {values + row * dims, dims, min(count, kTileRows)};
 }
 
-/// 64 dims of 128 rows.
+/// 64 dims of 128 rows: a thread has a piece of two rows, which lie alike among the swizzled ones.
 __device__ inline void copy_rows(std::uint16_t* to, const TableRows& rows, int chunk) {
   constexpr int kPieces = kChunkBytes / 16;
-#pragma unroll
-  for (int i = static_cast<int>(threadIdx.x); i < kTileRows * kPieces; i += kPairThreads) {
-    const int row = i / kPieces;
-    const int piece = i % kPieces;
-    const bool there = row < rows.count;
-    const std::uint16_t* from =
-        rows.first + (there ? std::int64_t{row} * rows.dims + chunk * kChunkDims + piece * 8 : 0);
-    copy_chunk(shared_address(to) + swizzled<kChunkBytes>(row, piece), from, there);
-  }
+  constexpr int kStep = kPairThreads / kPieces;
+  static_assert(kTileRows == 2 * kStep && kStep % kPieces == 0);
+  const int row = static_cast<int>(threadIdx.x) / kPieces;
+  const int piece = static_cast<int>(threadIdx.x) % kPieces;
+  const std::uint32_t place = shared_address(to) + swizzled<kChunkBytes>(row, piece);
+  const std::uint16_t* from = rows.first + row * rows.dims + chunk * kChunkDims + piece * 8;
+  const bool both = row + kStep < rows.count;
+  copy_chunk(place, row < rows.count ? from : rows.first, row < rows.count);
+  copy_chunk(place + kStep * kChunkBytes, both ? from + kStep * rows.dims : rows.first, both);
 }
 
 /// A thread's place.

@@ -2,6 +2,7 @@
 // reference, codes and random bits least of all. Built with CUDA alone: it reads the tables back.
 #include "cuda/arguments.hpp"
 #include "cuda/backward_plan.hpp"
+#include "cuda/embed_plan.hpp"
 #include "mxflash/quantize.hpp"
 #include "quantize/scales.hpp"
 #include "unit/cuda_backward_support.hpp"
@@ -95,6 +96,23 @@ bool rounds_by_chance(const Recipe& recipe) {
   return chance(recipe.dp.left) || chance(recipe.dv.tokens) || chance(recipe.dq.weights) || chance(recipe.dk.weights);
 }
 
+/// The rounding that kernels do without codes, against the codecs: every format, octave and share of a step.
+TEST(CudaEmbedRounding, ByChanceIsTheCodecs) {
+  for (const Format format : {Format::e4m3, Format::e5m2, Format::e2m3, Format::e3m2, Format::e2m1}) {
+    const cuda::RoundTo to = cuda::round_to(format);
+    for (std::int64_t i = 0; i < 200'000; ++i) {
+      const auto bits = random_bits(5, 1, static_cast<std::uint64_t>(i)) & detail::kAbsMask;
+      float x = detail::float_of(bits);
+      if (i % 4 != 0) x = std::ldexp(static_cast<float>(bits >> 7), static_cast<int>(bits % 40) - 44);
+      if (i % 64 == 1) x = decode(format, static_cast<std::uint8_t>(bits));
+      if (!(x >= 0) || std::isinf(x)) continue;
+      const std::uint32_t random = i % 3 == 0 ? bits << 5 : random_bits(6, 1, static_cast<std::uint64_t>(i));
+      ASSERT_EQ(cuda::rounded_by_chance(to, x, random), decode(format, encode_stochastic(format, x, random)))
+          << x << " by " << random;
+    }
+  }
+}
+
 /// Each seed has the reference's bits, which are other ones.
 TEST_F(CudaEmbedBackward, RandomBitsAreTheReferences) {
   for (const Recipe& recipe : embedded_recipes()) {
@@ -177,6 +195,21 @@ TEST_F(CudaEmbedBackward, RecipesOfOnesOwn) {
     expect_near_reference(c, recipe, "causal", 3);
     c.problem.mask = Mask::window(40, 10);
     expect_near_reference(c, recipe, "window", 3);
+  }
+}
+
+/// These kernels quantize q, k and v anew, others do not.
+TEST_F(CudaEmbedBackward, NullInputsAreRefused) {
+  const Recipe recipe = test::recipe_named("bf16");
+  const Case c = test::random_case(test::pack_self({40}), {2, 1, 64, 64}, DType::bf16, 3);
+  for (const std::string name : {"q", "k", "v"}) {
+    test::BackwardDeviceCase device(c, test::offsets_of(c.problem.packing));
+    device.reserve(recipe);
+    ASSERT_TRUE(device.forward.run(recipe).ok());
+    Inputs& inputs = device.call.forward.inputs;
+    (name == "q" ? inputs.q : name == "k" ? inputs.k : inputs.v).data = nullptr;
+    EXPECT_TRUE(test::refused_with(device.run_backward(recipe), {name + ": null given"}));
+    EXPECT_TRUE(device.gradients_untouched());
   }
 }
 
