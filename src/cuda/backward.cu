@@ -19,12 +19,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if (threadIdx.x == 0) shared.initialize();
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
-    // 24 + 2 x 240 = 3 x 168, which a block is launched with: for more than that it would wait for ever.
-    cutlass::arch::warpgroup_reg_dealloc<24>();
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (threadIdx.x == 0) KeyProducer<Traits>(p, shared).run();
     if (threadIdx.x == 32) QueryAdder<Traits>(p, shared).run();
   } else {
-    cutlass::arch::warpgroup_reg_alloc<240>();
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     KeyConsumer<Traits>(p, shared).run();
   }
 }

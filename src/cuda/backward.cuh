@@ -27,6 +27,9 @@ struct BackwardTraits {
   static constexpr int kOut = kDims < 128 ? kDims : 128;  // Of dK, dV and dQ.
   static constexpr int kKeyStages = kKeyStagesOf;
   static constexpr int kQueryStages = kQueryStagesOf;
+  // Together 3 x 168, which a block is launched with: for more than that it would wait for ever.
+  static constexpr int kProducerRegisters = kDims < 128 ? 40 : 24;
+  static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
   static constexpr int kRowBytes = kOut;
   static constexpr int kChunks = kDims / kRowBytes;
   static constexpr std::size_t kSums = kOut / 2;         // Registers of a thread, of dK and of dV.
@@ -60,6 +63,7 @@ struct KeyWork {
   KeyItem item;
   std::int32_t kv_head;  // -1: no more.
   std::int32_t part;
+  std::int32_t rows_q;  // Of a head in the tables.
   Range range;
 };
 

@@ -58,7 +58,7 @@ struct DoutRecord {
 };
 
 /// A tile of 128 keys of one document and the queries that see one of them.
-struct KeyItem {
+struct alignas(16) KeyItem {
   std::int32_t key_row = 0;
   std::int32_t keys = 0;
   std::int32_t column = 0;     ///< Of the first key.
@@ -72,6 +72,7 @@ struct KeyItem {
   std::int32_t first_tile = 0;    ///< Tiles [first_tile, end_tile) of the document's queries see a key; none: equal.
   std::int32_t end_tile = 0;
   std::int32_t keys_of_document = 0;
+  std::int32_t tile_slots = 0;  ///< Sizes::tile_slots.
 
   /// Query i stands where key i + offset does.
   [[nodiscard]] constexpr std::int64_t offset() const { return std::int64_t{keys_of_document} - queries; }

@@ -12,52 +12,56 @@ class QueryAdder {
       : p(parameters.a), shared(block) {}
 
   __device__ void run() {
-    const std::int32_t group = p.sizes.forward.heads / p.sizes.forward.kv_heads;
     for (;;) {
       shared.keys_full[keys.stage()].wait(keys.phase());
       const KeyWork& work = shared.work[keys.stage()];
-      const bool last = work.kv_head < 0;
-      if (!last) {
-        for (std::int32_t head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) walk(work, head);
-      }
+      if (work.kv_head < 0) return shared.keys_empty[keys.stage()].arrive();
+      std::int32_t head = work.kv_head * group();
+      do {
+        walk(work, head++);
+      } while (head % group() != 0);
       shared.keys_empty[keys.stage()].arrive();
       keys.template advance<Traits::kKeyStages>();
-      if (last) return;
     }
   }
 
  private:
+  [[nodiscard]] __device__ std::int32_t group() const { return p.sizes.forward.heads / p.sizes.forward.kv_heads; }
+
   __device__ void walk(const KeyWork& work, std::int32_t head) {
-    const KeyItem& item = work.item;
-    std::int32_t first = item.end_tile * kQueryTile;
-    float* to = p.workspace.dq_sums + work.part * Traits::kOut +
-                (head * p.sizes.forward.rows_q() + item.query_row + first) * p.sizes.dims;
-    std::uint32_t* turn = p.workspace.turns + work.part +
-                          (head * p.sizes.query_slots() + item.query_slot + item.end_tile) * p.sizes.parts;
-    while (first > item.first_tile * kQueryTile) {
-      first -= kQueryTile;
-      to -= kQueryTile * p.sizes.dims;
-      turn -= p.sizes.parts;
-      if (p.deterministic) wait_turn(turn, item, first);
+    for (std::int32_t tile = work.item.end_tile - 1; tile >= work.item.first_tile; --tile) {
+      std::uint32_t* turn = nullptr;
+      if (p.deterministic) {
+        turn = p.workspace.turns + work.part +
+               (head * p.sizes.query_slots() + work.item.query_slot + tile) * p.sizes.parts;
+        wait_turn(turn, work.item, tile * kQueryTile);
+      }
       shared.dq_full.wait(full.phase());
       full.template advance<1>();
-      reduce(to, min(kQueryTile, item.queries - first));
+      reduce(work, head, tile * kQueryTile);
       asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
       shared.dq_empty.arrive();
       if (p.deterministic) end_turn(turn);
     }
   }
 
-  __device__ void reduce(float* to, std::int32_t rows) const {
-    const std::uint32_t from = cute::cast_smem_ptr_to_uint(shared.dq);
-    constexpr std::int32_t kBytes = Traits::kOut * sizeof(float);
-    const std::int32_t at_once = p.sizes.dims == Traits::kOut ? rows : 1;
-    for (std::int32_t row = 0; row < rows; row += at_once) {
-      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                       to + std::int64_t{row} * p.sizes.dims),
-                   "r"(from + row * kBytes), "r"(at_once * kBytes)
-                   : "memory");
+  __device__ void reduce(const KeyWork& work, std::int32_t head, std::int32_t first) const {
+    const std::int32_t rows = min(kQueryTile, work.item.queries - first);
+    float* to = p.workspace.dq_sums + work.part * Traits::kOut +
+                (head * p.sizes.forward.rows_q() + work.item.query_row + first) * Traits::kDims;
+    if constexpr (Traits::kDims == Traits::kOut) {
+      reduce(to, shared.dq, rows * Traits::kOut);
+    } else {
+      for (std::int32_t row = 0; row < rows; ++row, to += Traits::kDims) {
+        reduce(to, shared.dq + row * Traits::kOut, Traits::kOut);
+      }
     }
+  }
+
+  static __device__ void reduce(float* to, const float* from, std::int32_t count) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                 "r"(cute::cast_smem_ptr_to_uint(from)), "r"(count * static_cast<std::int32_t>(sizeof(float)))
+                 : "memory");
   }
 
   /// Key tiles that see the same queries come one after the other, from the first of these. They were all taken before

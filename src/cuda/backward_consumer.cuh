@@ -28,9 +28,7 @@ class KeyConsumer {
   __device__ KeyConsumer(const BackwardParameters& parameters, BackwardShared<Traits>& block)
       : p(parameters.a),
         shared(block),
-        group(static_cast<int>(uniform(threadIdx.x / kWarpgroup)) - 1),
-        warp(static_cast<int>(uniform(threadIdx.x / 32 % 4))),
-        lane(static_cast<int>(threadIdx.x) % 32) {}
+        thread_(threadIdx.x - kWarpgroup) {}
 
   __device__ void run() {
     for (;;) {
@@ -62,16 +60,22 @@ class KeyConsumer {
 
   [[nodiscard]] __device__ std::uint32_t stage() const { return tile_ % Traits::kQueryStages; }
 
-  [[nodiscard]] __device__ int quad() const { return lane % 4; }
+  /// Of the warp, among the consumers', and in the warp. Opaque: what follows from them is made again where it is used,
+  /// not kept, since registers are short.
+  [[nodiscard]] __device__ int slot() const { return static_cast<int>(opaque(thread_) / 32); }
+  [[nodiscard]] __device__ int lane() const { return static_cast<int>(opaque(thread_) % 32); }
+  [[nodiscard]] __device__ int group() const { return slot() / 4; }
+  [[nodiscard]] __device__ int warp() const { return slot() % 4; }
+  [[nodiscard]] __device__ int quad() const { return lane() % 4; }
   /// Of the tile, for r = 0.
-  [[nodiscard]] __device__ int key() const { return group * 64 + warp * 16 + lane / 4 * 2; }
+  [[nodiscard]] __device__ int key() const { return slot() * 16 + lane() / 4 * 2; }
   /// Registers are short: what is seldom used lies in shared memory.
-  [[nodiscard]] __device__ KeyRows& rows() const { return shared.rows[threadIdx.x - kWarpgroup]; }
-  [[nodiscard]] __device__ KeySums& kept() const { return shared.sums[4 * group + warp]; }
+  [[nodiscard]] __device__ KeyRows& rows() const { return shared.rows[thread_]; }
+  [[nodiscard]] __device__ KeySums& kept() const { return shared.sums[slot()]; }
 
   __device__ void release(Barrier& barrier) const {
     __syncwarp();
-    if (lane == 0) barrier.arrive();
+    if (lane() == 0) barrier.arrive();
   }
 
   /// All consumers: what they wrote before, all of them see.
@@ -88,7 +92,7 @@ class KeyConsumer {
       enter(work, head);
       for (std::int32_t tile = item.end_tile - 1; tile >= item.first_tile; --tile) {
         if (++count % kQueryTilesBetweenSums == 0) move_sums();
-        walk(work, {head, tile * kQueryTile});
+        walk({head, tile * kQueryTile});
         ++tile_;
       }
     }
@@ -101,38 +105,39 @@ class KeyConsumer {
     std::int32_t first;
   };
 
+  /// By its place, which is one register.
+  [[nodiscard]] __device__ const KeyWork& work_now() const { return shared.work[opaque(keys.stage())]; }
+
   /// One tile of queries.
-  __device__ void walk(const KeyWork& work, const Spot& spot) {
+  __device__ void walk(const Spot& spot) {
     shared.queries_full[stage()].wait(tile_ / Traits::kQueryStages % 2);
-    // Together made uniform, so that descriptors are; nothing but this tile's products is on its way.
-    const std::uint32_t stages = uniform(keys.stage() << 8 | stage());
-    multiply_scores(stages);
-    const Kind kind = kind_of(work, spot.first);
+    multiply_scores(stages_now());
+    const Kind kind = kind_of(work_now(), spot.first);
     cute::warpgroup_wait<1>();
     fence(scores);
     switch (kind) {
       case Kind::whole: weigh<WholeTile>(spot); break;
       case Kind::cut: weigh<CutTile>(spot); break;
-      default: weigh_apart(work, spot);
+      default: weigh_apart(work_now(), spot);
     }
-    multiply_values(stages);
+    multiply_values(stages_now());
     cute::warpgroup_wait<1>();
     fence(gradients);
     switch (kind) {
       case Kind::whole: differentiate<WholeTile>(spot); break;
       case Kind::cut: differentiate<CutTile>(spot); break;
-      default: differentiate_apart(work, spot);
+      default: differentiate_apart(work_now(), spot);
     }
     float scale[2];  // Of the thread's rows of dQ.
     encode(scale);
-    multiply_gradients(stages);
+    multiply_gradients(stages_now());
     cute::warpgroup_wait<0>();
     fence(dk);
     fence(dv);
     fence(dq);
     product_ = ScaleOut::One;
     release(shared.queries_empty[stage()]);
-    give_queries(work, scale);
+    give_queries(work_now(), scale);
   }
 
   /// dS to the operands of both its products.
@@ -173,23 +178,33 @@ class KeyConsumer {
   /// The next head of the group: dO's exponents have another base there.
   __device__ void enter(const KeyWork& work, std::int32_t head);
 
-  [[nodiscard]] __device__ auto& keys_at(std::uint32_t stages) const { return shared.keys[stages >> 8]; }
+  /// Stages and the warpgroup: together made uniform, so that descriptors are.
+  [[nodiscard]] __device__ std::uint32_t stages_now() const {
+    return uniform(static_cast<std::uint32_t>(group()) << 16 | keys.stage() << 8 | stage());
+  }
+  static __device__ int group_of(std::uint32_t stages) { return static_cast<int>(stages >> 16); }
+  [[nodiscard]] __device__ auto& keys_at(std::uint32_t stages) const { return shared.keys[stages >> 8 & 0xFFU]; }
   [[nodiscard]] __device__ auto& queries_at(std::uint32_t stages) const { return shared.queries[stages & 0xFFU]; }
 
   __device__ void multiply_scores(std::uint32_t stages) {
     fence(scores);
     fence(gradients);
     cute::warpgroup_arrive();
-    multiply_rows(keys_at(stages).keys, queries_at(stages).queries, scores);
+    multiply_rows(own_rows(keys_at(stages).keys, stages), queries_at(stages).queries, scores);
     cute::warpgroup_commit_batch();
-    multiply_rows(keys_at(stages).values, queries_at(stages).dout, gradients);
+    multiply_rows(own_rows(keys_at(stages).values, stages), queries_at(stages).dout, gradients);
     cute::warpgroup_commit_batch();
+  }
+
+  /// Of the warpgroup, the first chunk.
+  static __device__ const std::uint8_t* own_rows(const std::uint8_t* rows, std::uint32_t stages) {
+    return rows + group_of(stages) * 64 * Traits::kRowBytes;
   }
 
   __device__ void multiply_rows(const std::uint8_t* left, const std::uint8_t* right, float (&out)[kScores]) const {
 #pragma unroll
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-      const std::uint64_t a = descriptor<Traits::kRowBytes>(left + (2 * chunk + group) * 64 * Traits::kRowBytes);
+      const std::uint64_t a = descriptor<Traits::kRowBytes>(left + chunk * kTileRows * Traits::kRowBytes);
       const std::uint64_t b = descriptor<Traits::kRowBytes>(right + chunk * kQueryTile * Traits::kRowBytes);
 #pragma unroll
       for (int step = 0; step < Traits::kRowBytes / 32; ++step) {
@@ -215,7 +230,7 @@ class KeyConsumer {
     multiply_columns(slopes, queries_at(stages).query_columns, dk);
     const std::uint64_t a = descriptor<kTileRows>(shared.ds.codes);
     const std::uint64_t b =
-        descriptor<kTileRows>(keys_at(stages).columns + group * (Traits::kOut / 2) * kTileRows);
+        descriptor<kTileRows>(keys_at(stages).columns + group_of(stages) * (Traits::kOut / 2) * kTileRows);
 #pragma unroll
     for (int step = 0; step < kTileRows / 32; ++step) {
       multiply<typename Traits::DqAtom>(a + 2 * step, b + 2 * step, dq, step == 0 ? ScaleOut::Zero : ScaleOut::One);
@@ -295,9 +310,7 @@ class KeyConsumer {
 
   const BackwardArguments& p;
   BackwardShared<Traits>& shared;
-  int group;
-  int warp;
-  int lane;
+  std::uint32_t thread_;  // Among the consumers.
   Place keys;
   std::uint32_t tile_ = 0;  // Of all that the block meets: it says where each lies.
   ScaleOut product_ = ScaleOut::Zero;

@@ -18,7 +18,8 @@ class KeyProducer {
       fetch_keys();
       if (work.kv_head < 0) return;
       const std::int32_t group = sizes.heads / sizes.kv_heads;
-      for (std::int32_t head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+      for (std::int32_t i = 0; i < group; ++i) {
+        const std::int32_t head = work.kv_head * group + i;
         for (std::int32_t tile = work.item.end_tile - 1; tile >= work.item.first_tile; --tile) {
           fetch_queries(work, head, tile);
         }
@@ -32,25 +33,32 @@ class KeyProducer {
   __device__ void take(KeyWork& work) const {
     work.kv_head = -1;
     const BackwardWorkspace& made = p.a.workspace;
-    // All in 32 bits, as the host has seen to; through shared memory, since registers are short.
+    // All in 32 bits, as the host has seen to.
     const auto planes = static_cast<std::uint32_t>(sizes.kv_heads * p.a.sizes.parts);
     const std::uint32_t index = atomicAdd(&made.control->next, 1U);
     std::uint32_t place = index / planes;
     // Slots without an item are last.
     if (place >= static_cast<std::uint32_t>(sizes.tile_slots()) || made.costs_out[place] == 0) return;
-    work.item = made.items[made.order[place]];  // Of the same document.
-    place -= static_cast<std::uint32_t>(work.item.first_key / kTileRows);
-    const auto tiles = static_cast<std::uint32_t>((work.item.keys_of_document + kTileRows - 1) / kTileRows);
+    const KeyItem& any = made.items[made.order[place]];  // Of the same document.
+    place -= static_cast<std::uint32_t>(any.first_key / kTileRows);
+    const auto tiles = static_cast<std::uint32_t>((any.keys_of_document + kTileRows - 1) / kTileRows);
     // A few planes of a document at a time: blocks that walk the same queries find them in the second-level cache.
-    const std::uint32_t rest = index - place * planes;
+    std::uint32_t rest = index - place * planes;
     const std::uint32_t plane = rest / (tiles * kPlanes) * kPlanes;
     const std::uint32_t together = min(planes - plane, kPlanes);
-    const std::uint32_t within = rest - plane * tiles;
-    const std::uint32_t own = plane + within % together;
+    rest -= plane * tiles;
+    copy_item(made.items[made.order[place + rest / together]], work.item);
+    const std::uint32_t own = plane + rest % together;
     work.kv_head = static_cast<std::int32_t>(own) / p.a.sizes.parts;
     work.part = static_cast<std::int32_t>(own) % p.a.sizes.parts;
-    work.item = made.items[made.order[place + within / together]];
-    work.range = p.a.saved.ranges[work.kv_head * sizes.tile_slots() + work.item.tile_slot];
+    work.rows_q = static_cast<std::int32_t>(sizes.rows_q());
+  }
+
+  /// A piece at a time: registers are short.
+  static __device__ void copy_item(const KeyItem& from, KeyItem& to) {
+    constexpr int kPieces = sizeof(KeyItem) / sizeof(int4);
+#pragma unroll 1
+    for (int i = 0; i < kPieces; ++i) reinterpret_cast<int4*>(&to)[i] = reinterpret_cast<const int4*>(&from)[i];
   }
 
   __device__ void fetch_keys() {
@@ -64,9 +72,10 @@ class KeyProducer {
       full.arrive();
       return;
     }
+    work.range = p.a.saved.ranges[work.kv_head * work.item.tile_slots + work.item.tile_slot];
     auto& to = shared.keys[stage];
     full.arrive_and_expect_tx(sizeof to + sizeof shared.key_scales[0]);
-    const auto row = static_cast<std::int32_t>(work.kv_head * sizes.rows_k() + work.item.key_row);
+    const std::int32_t row = work.kv_head * static_cast<std::int32_t>(sizes.rows_k()) + work.item.key_row;
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
       const int offset = chunk * kTileRows * Traits::kRowBytes;
       cute::SM90_TMA_LOAD_4D::copy(&p.key_map, mbar(full), kKeep, to.keys + offset, chunk * Traits::kRowBytes, 0, row,
@@ -85,7 +94,7 @@ class KeyProducer {
     shared.queries_empty[stage].wait(queries.phase() ^ 1);
     auto& to = shared.queries[stage];
     full.arrive_and_expect_tx(sizeof to + sizeof shared.tiles[0]);
-    const auto row = static_cast<std::int32_t>(head * sizes.rows_q() + work.item.query_row + tile * kQueryTile);
+    const std::int32_t row = head * work.rows_q + work.item.query_row + tile * kQueryTile;
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
       const int offset = chunk * kQueryTile * Traits::kRowBytes;
       cute::SM90_TMA_LOAD_5D::copy(&p.query_map, mbar(full), kKeep, to.queries + offset, chunk * Traits::kRowBytes, row,

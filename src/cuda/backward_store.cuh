@@ -29,7 +29,7 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
   const float key_most = __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(factor)));
   const std::int32_t begin = __reduce_max_sync(0xFFFFFFFFU, max(rows.begin[0], rows.begin[1]));
   const std::int32_t end = __reduce_min_sync(0xFFFFFFFFU, min(rows.end[0], rows.end[1]));
-  if (lane == 0) kept() = {kLeastRaised, 0, 0, key_most, begin, end};
+  if (lane() == 0) kept() = {kLeastRaised, 0, 0, key_most, begin, end};
   __syncwarp();
 }
 
@@ -42,7 +42,7 @@ __device__ void KeyConsumer<Traits>::enter(const KeyWork& work, std::int32_t hea
 #pragma unroll
   for (int r = 0; r < 2; ++r) rows.weight[r] = finite_product(rows.light[r], ldexpf(1.0F / p.scale, 8 - base));
   __syncwarp();
-  if (lane == 0) kept().base = base;
+  if (lane() == 0) kept().base = base;
   __syncwarp();
 }
 
@@ -57,7 +57,7 @@ __device__ void KeyConsumer<Traits>::move_sums() {
   move(dk, waiting(), scale_of(of.raised), of.moved != 0);
   move(dv, waiting() + kConsumers, ldexpf(1.0F, of.base - 8), of.moved != 0);
   __syncwarp();  // All lanes have read it.
-  if (lane == 0) kept().moved = 1;
+  if (lane() == 0) kept().moved = 1;
   __syncwarp();
   product_ = ScaleOut::Zero;
 }
@@ -80,7 +80,7 @@ __device__ void KeyConsumer<Traits>::move(const float (&sums)[Traits::kSums], fl
 
 template <class Traits>
 __device__ void KeyConsumer<Traits>::give_queries(const KeyWork& work, const float (&scale)[2]) {
-  const int own = 16 * warp + lane / 4;
+  const int own = 16 * warp() + lane() / 4;
   const std::int64_t row = std::int64_t{work.item.query_row} + own;  // Tiles and rows eight apart: the same places.
   shared.dq_empty.wait((tile_ + 1) % 2);
 #pragma unroll
@@ -88,7 +88,7 @@ __device__ void KeyConsumer<Traits>::give_queries(const KeyWork& work, const flo
     float* to = shared.dq + (own + 8 * r) * Traits::kOut + 2 * quad();
 #pragma unroll
     for (int i = 2 * r; i < static_cast<int>(Traits::kDqSums); i += 4) {
-      const int dim = group * (Traits::kOut / 2) + 2 * (i - 2 * r);
+      const int dim = group() * (Traits::kOut / 2) + 2 * (i - 2 * r);
       *reinterpret_cast<float2*>(to + place_of(row, dim)) = {dq[i] * scale[r], dq[i + 1] * scale[r]};
     }
   }
@@ -121,7 +121,7 @@ __device__ void KeyConsumer<Traits>::write(const KeyWork& work, const KeySums& o
   const float4* waits = of.moved != 0 ? waiting() : nullptr;
   const int first = work.part * Traits::kOut + 2 * quad();
   const std::int64_t row = std::int64_t{work.item.key_row} + key();
-  float* to_dk = p.workspace.dk_sums + (work.kv_head * sizes.rows_k() + row) * p.sizes.dims + first;
+  float* to_dk = p.workspace.dk_sums + (work.kv_head * sizes.rows_k() + row) * Traits::kDims + first;
   const std::int64_t to_dv = (row * sizes.kv_heads + work.kv_head) * sizes.value_dim + first;
   const std::int64_t next = std::int64_t{sizes.kv_heads} * sizes.value_dim;
   const bool inside[2] = {key() < work.item.keys, key() + 1 < work.item.keys};
@@ -131,7 +131,7 @@ __device__ void KeyConsumer<Traits>::write(const KeyWork& work, const KeySums& o
     const float4 k = total(dk, i, waits, scale_of(of.raised));
     const float4 v = total(dv, i, waits != nullptr ? waits + kConsumers : nullptr, ldexpf(1.0F, of.base - 8));
     if (inside[0]) *reinterpret_cast<float2*>(to_dk + dim) = {k.x, k.y};
-    if (inside[1]) *reinterpret_cast<float2*>(to_dk + p.sizes.dims + dim) = {k.z, k.w};
+    if (inside[1]) *reinterpret_cast<float2*>(to_dk + Traits::kDims + dim) = {k.z, k.w};
     if (first + dim >= sizes.value_dim) continue;
     if (inside[0]) write_pair(to_dv + dim, v.x, v.y);
     if (inside[1]) write_pair(to_dv + next + dim, v.z, v.w);

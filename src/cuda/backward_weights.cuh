@@ -10,9 +10,10 @@ template <class Tile>
 __device__ void KeyConsumer<Traits>::weigh(const Spot& spot) {
   const KeyRows rows = this->rows();
   const QueryTile& of = shared.tiles[stage()];
+const int column = 4 * quad();
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
-    const int query = 16 * a + 4 * quad();
+    const int query = 16 * a + column;
     const float4 factor = four(of.factor, query);
     const float4 base = four(of.base, query);
     const float4 slope = four(of.slope, query);
@@ -47,9 +48,10 @@ __device__ void KeyConsumer<Traits>::differentiate(const Spot& spot) {
   const KeyRows rows = this->rows();
   const QueryTile& of = shared.tiles[stage()];
   most[0] = most[1] = 0;
+const int column = 4 * quad();
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
-    const int query = 16 * a + 4 * quad();
+    const int query = 16 * a + column;
     const float4 slope = four(of.slope, query);
     const float4 offset = four(of.offset, query);
     const float slopes_of[] = {slope.x, slope.y, slope.z, slope.w};
@@ -86,6 +88,7 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot
       float by[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
+        asm volatile("" ::: "memory");  // Or all records are read at once, into registers that there are not.
         const int query = 16 * a + 4 * quad() + j;
         float& w = scores[at(a, r, j)];
         if (!rows.seen(r, spot.first + query)) {
@@ -122,6 +125,7 @@ __device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, co
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
+        asm volatile("" ::: "memory");
         const int query = 16 * a + 4 * quad() + j;
         const int i = at(a, r, j);
         if (!rows.seen(r, spot.first + query)) {
@@ -146,7 +150,7 @@ __device__ void KeyConsumer<Traits>::encode_for_keys() {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float own = __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(most[half])));
-    if (lane == 0) shared.most[half][4 * group + warp] = own * kept().key_most;
+    if (lane() == 0) shared.most[half][slot()] = own * kept().key_most;
     raised = max(raised, raised_of(own * of.scale_most[half]));
   }
   if (raised > before) {
@@ -156,9 +160,10 @@ __device__ void KeyConsumer<Traits>::encode_for_keys() {
     __syncwarp();
   }
   const float inverse = inverse_of(raised);
+  const int column = 4 * quad();
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
-    const float4 scale = four(of.scale, 16 * a + 4 * quad());
+    const float4 scale = four(of.scale, 16 * a + column);
     const float by[] = {finite_product(scale.x, inverse), finite_product(scale.y, inverse),
                         finite_product(scale.z, inverse), finite_product(scale.w, inverse)};
 #pragma unroll
@@ -179,7 +184,7 @@ __device__ float KeyConsumer<Traits>::most_of_all(int half) const {
 template <class Traits>
 __device__ void KeyConsumer<Traits>::encode_by_square(float (&scale)[2]) {
   const int raised[2] = {raised_of(most_of_all(0)), raised_of(most_of_all(1))};
-  scale[0] = scale[1] = scale_of(warp < 2 ? raised[0] : raised[1]);
+  scale[0] = scale[1] = scale_of(warp() < 2 ? raised[0] : raised[1]);
   const float2 factor = fold();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -201,8 +206,9 @@ template <class Traits>
 __device__ void KeyConsumer<Traits>::store_codes(int half, const std::uint32_t (&pairs)[4]) const {
   // Lane l has the address of row l % 8 of matrix l / 8: query 16 a + 4 (row / 2) + 2 c + row % 2 of a = matrix / 2 and
   // c = matrix % 2. A row holds the warp's 16 keys.
-  const int own = 16 * (lane / 16) + 4 * (lane % 8 / 2) + 2 * (lane / 8 % 2) + lane % 2;
-  const int chunk = (4 * group + warp) ^ (own % 8);
+  const int mine = lane();
+  const int own = 16 * (mine / 16) + 4 * (mine % 8 / 2) + 2 * (mine / 8 % 2) + mine % 2;
+  const int chunk = slot() ^ (own % 8);
   const std::uint32_t to = cute::cast_smem_ptr_to_uint(shared.ds.codes + (32 * half + own) * kTileRows + chunk * 16);
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
                "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
@@ -213,7 +219,7 @@ template <class Traits>
 template <int kLeft>
 __device__ void KeyConsumer<Traits>::halve(float (&largest)[kQueryTile / 4]) const {
   constexpr int kOther = kLeft * 2;
-  const bool upper = (lane & kOther) != 0;
+  const bool upper = (lane() & kOther) != 0;
 #pragma unroll
   for (int i = 0; i < kLeft; ++i) {
     const float given = __shfl_xor_sync(0xFFFFFFFFU, upper ? largest[i] : largest[i + kLeft], kOther);
@@ -234,22 +240,25 @@ __device__ void KeyConsumer<Traits>::share_by_query() {
   halve<kOwn / 2>(largest);
   halve<kOwn / 4>(largest);
   halve<kOwn / 8>(largest);
-  // Of index i, bit 3 came from lane bit 4, bit 2 from bit 3, bit 1 from bit 2.
-  const int first = lane / 16 * 8 + lane / 8 % 2 * 4 + lane / 4 % 2 * 2;
+  // Of index i, bit 3 came from bit 4 of the lane, bit 2 from bit 3, bit 1 from bit 2.
+  const int mine = lane();
+  const int first = mine / 16 * 8 + mine / 8 % 2 * 4 + mine / 4 % 2 * 2;
+  const int column = 4 * quad();
 #pragma unroll
   for (int i = 0; i < kOwn / 8; ++i) {
-    atomicMax(&shared.most_of_query[tile_ % 2][(first + i) / 4 * 16 + 4 * quad() + (first + i) % 4], __float_as_uint(largest[i]));
+    atomicMax(&shared.most_of_query[tile_ % 2][(first + i) / 4 * 16 + column + (first + i) % 4], __float_as_uint(largest[i]));
   }
 }
 
 template <class Traits>
 __device__ void KeyConsumer<Traits>::encode_by_query(float (&scale)[2]) {
   const auto* largest = reinterpret_cast<const float*>(shared.most_of_query[tile_ % 2]);
-  const int row = 16 * warp + lane / 4;
+  const int row = 16 * warp() + lane() / 4;
   scale[0] = scale_of(raised_of(largest[row]));
   scale[1] = scale_of(raised_of(largest[row + 8]));
   if (threadIdx.x < kWarpgroup + kQueryTile) shared.most_of_query[(tile_ + 1) % 2][threadIdx.x - kWarpgroup] = 0;
   const float2 factor = fold();
+  const int column = 4 * quad();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     std::uint32_t pairs[4];
@@ -257,7 +266,7 @@ __device__ void KeyConsumer<Traits>::encode_by_query(float (&scale)[2]) {
     for (int m = 0; m < 4; ++m) {
       const int a = 2 * half + m / 2;
       const int j = m % 2 * 2;
-      const auto* two = reinterpret_cast<const float2*>(largest + 16 * a + 4 * quad() + j);
+      const auto* two = reinterpret_cast<const float2*>(largest + 16 * a + column + j);
       const float by[2] = {inverse_of(raised_of(two->x)), inverse_of(raised_of(two->y))};
       pairs[m] = to_e4m3(gradients[at(a, 0, j)] * factor.x * by[0], gradients[at(a, 1, j)] * factor.y * by[0],
                          gradients[at(a, 0, j + 1)] * factor.x * by[1], gradients[at(a, 1, j + 1)] * factor.y * by[1]);

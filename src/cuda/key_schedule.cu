@@ -42,6 +42,7 @@ __device__ KeyItem item_of(const KeyScheduleArguments& a, std::int32_t slot, con
   item.first_key = tile.row - tile.first_row;
   item.document = document_of_slot(a.offsets.k, a.sizes.forward.documents, slot);
   item.tile_slot = slot;
+  item.tile_slots = static_cast<std::int32_t>(a.sizes.forward.tile_slots());
   item.query_row = a.offsets.q[item.document];
   item.queries = a.offsets.q[item.document + 1] - item.query_row;
   item.keys_of_document = a.offsets.k[item.document + 1] - tile.first_row;
