@@ -1,5 +1,5 @@
-// Backward, E4M3 with an exponent a token. A block is persistent: one thread takes key tiles and fetches, two warpgroups
-// of consumers have 64 keys each and meet their queries, 64 at a time. All five products are of codes: S^T = K Q^T and
+// Backward, E4M3 with an exponent a token. A block is persistent: one thread takes key tiles and fetches, one adds dQ
+// up, two warpgroups of consumers have 64 keys each and meet their queries, 64 at a time. All five products are of codes: S^T = K Q^T and
 // dP^T = V dO^T, whose accumulators become, as codes, operands of dV = P^T dO and dK = dS^T Q without leaving their
 // thread; for dQ = dS K, dS goes through shared memory, where all keys of the tile meet.
 #include <algorithm>
@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     // 24 + 2 x 240 = 3 x 168, which a block is launched with: for more than that it would wait for ever.
     cutlass::arch::warpgroup_reg_dealloc<24>();
     if (threadIdx.x == 0) KeyProducer<Traits>(p, shared).run();
+    if (threadIdx.x == 32) QueryAdder<Traits>(p, shared).run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<240>();
     KeyConsumer<Traits>(p, shared).run();

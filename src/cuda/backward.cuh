@@ -27,7 +27,6 @@ struct BackwardTraits {
   static constexpr int kOut = kDims < 128 ? kDims : 128;  // Of dK, dV and dQ.
   static constexpr int kKeyStages = kKeyStagesOf;
   static constexpr int kQueryStages = kQueryStagesOf;
-  static_assert(kQueryStages % 2 == 0);  // Turns alternate with them, see KeyConsumer::share_by_query.
   static constexpr int kRowBytes = kOut;
   static constexpr int kChunks = kDims / kRowBytes;
   static constexpr std::size_t kSums = kOut / 2;         // Registers of a thread, of dK and of dV.
@@ -42,7 +41,7 @@ using BackwardTraits64 = BackwardTraits<64, 2, 4, cute::SM90::GMMA::MMA_64x64x32
                                         cute::SM90::GMMA::MMA_64x32x32_F32E4M3E4M3_SS_TN<>>;
 using BackwardTraits128 = BackwardTraits<128, 2, 2, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
                                          cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>>;
-using BackwardTraits256 = BackwardTraits<256, 1, 2, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
+using BackwardTraits256 = BackwardTraits<256, 1, 1, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
                                          cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>>;
 
 struct BackwardParameters {
@@ -111,6 +110,7 @@ struct BackwardShared {
   ScoreGradients ds;
   alignas(128) QueryTile tiles[Traits::kQueryStages];
   alignas(128) KeyScale key_scales[Traits::kKeyStages][kTileRows];
+  alignas(1024) float dq[kQueryTile * Traits::kOut];  // Rows of the sums, see place_of.
   KeyRows rows[2 * kWarpgroup];
   KeySums sums[kBackwardWarps];
   KeyWork work[Traits::kKeyStages];
@@ -120,6 +120,8 @@ struct BackwardShared {
   Barrier keys_empty[Traits::kKeyStages];
   Barrier queries_full[Traits::kQueryStages];
   Barrier queries_empty[Traits::kQueryStages];
+  Barrier dq_full;
+  Barrier dq_empty;
 
   __device__ void initialize() {
     for (auto& turn : most_of_query) {
@@ -127,17 +129,20 @@ struct BackwardShared {
     }
     for (int s = 0; s < Traits::kKeyStages; ++s) {
       keys_full[s].init(1);
-      keys_empty[s].init(kBackwardWarps);
+      keys_empty[s].init(kBackwardWarps + 1);  // And the warp that adds dQ up.
     }
     for (int s = 0; s < Traits::kQueryStages; ++s) {
       queries_full[s].init(1);
       queries_empty[s].init(kBackwardWarps);
     }
+    dq_full.init(kBackwardWarps);
+    dq_empty.init(1);
     cutlass::arch::fence_barrier_init();
   }
 };
 
 }  // namespace mxflash::cuda
 
+#include "cuda/backward_adder.cuh"
 #include "cuda/backward_consumer.cuh"
 #include "cuda/backward_producer.cuh"

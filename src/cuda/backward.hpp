@@ -85,7 +85,7 @@ struct BackwardWorkspace {
   std::uint64_t* costs = nullptr;
   std::int32_t* slots = nullptr;
   std::uint64_t* costs_out = nullptr;  ///< Sorted, falling; 0: no item.
-  std::int32_t* order = nullptr;       ///< [tile_slots]; within a document and equal costs, rising.
+  std::int32_t* order = nullptr;       ///< [tile_slots]; the tiles of a document together, rising.
   void* sort = nullptr;
   std::size_t sort_bytes = 0;
   std::uint32_t* turns = nullptr;         ///< [heads, query_slots, parts]: key tiles that have added to dQ.
@@ -97,11 +97,16 @@ struct BackwardWorkspace {
   std::uint8_t* query_columns = nullptr;  ///< E4M3 [heads, dims, query_columns]
   std::uint8_t* key_columns = nullptr;    ///< E4M3 [kv_heads, dims, columns]
   std::uint8_t* value_rows = nullptr;     ///< E4M3 [kv_heads, rows_k, dims], and 128 rows of anything
-  float* dq_sums = nullptr;               ///< [heads, rows_q, dims], zero before `backward`
+  float* dq_sums = nullptr;               ///< [heads, rows_q, dims] by place_of, zero before `backward`
   float* dk_sums = nullptr;               ///< [kv_heads, rows_k, dims]
   /// [blocks, scratch_bytes()]: sums of dK and dV on their way from the tensor cores' accumulators.
   std::byte* scratch = nullptr;
 };
+
+/// Where dim `dim` of a row of dq_sums lies in it: eight rows that are written together lie in different banks.
+constexpr std::int32_t place_of(std::int64_t row, std::int32_t dim) {
+  return dim ^ (static_cast<std::int32_t>(row % 8) * 8);
+}
 
 /// Of a block of `backward`, one a processor.
 constexpr std::size_t scratch_bytes(const BackwardSizes& sizes) {
@@ -118,9 +123,8 @@ struct KeyScheduleArguments {
   BackwardWorkspace workspace;
 };
 
-/// Also clears `turns`, `dq_sums` and `control`, and sets `dout_base` to INT32_MIN. Costs fall along a document, so
-/// that a key tile never waits for one that is taken after it: they count the queries from the first that sees the tile
-/// on, or as many as a window can have.
+/// Longest documents first, within one the tiles in their order. Also clears `turns`, `dq_sums` and `control`, and sets
+/// `dout_base` to INT32_MIN.
 int launch_key_schedule(const KeyScheduleArguments& arguments, void* stream);
 
 struct PrepareArguments {

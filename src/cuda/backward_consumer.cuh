@@ -60,6 +60,11 @@ class KeyConsumer {
   /// Of scales, for a token far larger than those that see it: a pair that is not seen has dS 0, and 0 inf is NaN.
   static __device__ float finite_product(float a, float b) { return fminf(a * b, 3e38F); }
 
+  /// 0 and 1 in turn from tile to tile.
+  static __device__ std::uint32_t turn_of(const Place& tile) {
+    return (tile.phase() * Traits::kQueryStages + tile.stage()) % 2;
+  }
+
   [[nodiscard]] __device__ int quad() const { return lane % 4; }
   /// Of the tile, for r = 0.
   [[nodiscard]] __device__ int key() const { return group * 64 + warp * 16 + lane / 4 * 2; }
@@ -114,7 +119,7 @@ class KeyConsumer {
       default: differentiate_apart(work, spot);
     }
     encode_for_keys();
-    const std::uint32_t turn = queries.stage() % 2;
+    const std::uint32_t turn = turn_of(queries);
     if (p.exact_queries) share_by_query(turn);
     meet();
     float scale[2];  // Of the thread's rows of dQ.
@@ -131,7 +136,7 @@ class KeyConsumer {
     fence(dv);
     fence(dq);
     product_ = ScaleOut::One;
-    add_queries(work, spot, scale);
+    give_queries(work, spot, scale);
     release(shared.queries_empty[queries.stage()]);
     queries.template advance<Traits::kQueryStages>();
   }
@@ -260,18 +265,13 @@ class KeyConsumer {
   /// K's factors where nothing may come of keys that are not seen: a poisoned one has made dS NaN wherever it is.
   [[nodiscard]] __device__ float2 fold() const { return {fmaxf(rows().factor[0], 0.0F), fmaxf(rows().factor[1], 0.0F)}; }
 
-  /// dQ of the tile to the sums.
-  __device__ void add_queries(const KeyWork& work, const Spot& spot, const float (&scale)[2]);
+  /// dQ of the tile to shared memory, for QueryAdder.
+  __device__ void give_queries(const KeyWork& work, const Spot& spot, const float (&scale)[2]);
 
   __device__ void scale_sums(float (&sums)[Traits::kSums], float by) {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(Traits::kSums); ++i) sums[i] *= by;
   }
-  /// Where dQ's sums have an order: waits until the key tiles before this one have added theirs, and lets the next.
-  __device__ void wait_turn(const KeyWork& work, const Spot& spot) const;
-  __device__ void end_turn(const KeyWork& work, const Spot& spot) const;
-  __device__ std::uint32_t* turn_of(const KeyWork& work, const Spot& spot) const;
-
   /// Adds the accumulators to the sums in FP32, which wait in global memory.
   __device__ void move_sums();
   /// Those of dK or dV; `by`: scale of those that wait, negative: there are none.

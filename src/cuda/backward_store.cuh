@@ -86,57 +86,21 @@ __device__ void KeyConsumer<Traits>::move(float (&sums)[Traits::kSums], float4* 
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::add_queries(const KeyWork& work, const Spot& spot, const float (&scale)[2]) {
-  const KeyItem& item = work.item;
-  const std::int64_t rows_q = p.sizes.forward.rows_q();
+__device__ void KeyConsumer<Traits>::give_queries(const KeyWork& work, const Spot& spot, const float (&scale)[2]) {
   const int own = 16 * warp + lane / 4;
-  float* to = p.workspace.dq_sums +
-              (spot.head * rows_q + item.query_row + spot.first + own) * p.sizes.dims + work.part * Traits::kOut +
-              group * (Traits::kOut / 2) + 2 * quad();
-  wait_turn(work, spot);
+  const std::int64_t row = std::int64_t{work.item.query_row} + spot.first + own;  // Eight more: the same places.
+  shared.dq_empty.wait(turn_of(queries) ^ 1);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (spot.first + own + 8 * r >= item.queries) continue;
+    float* to = shared.dq + (own + 8 * r) * Traits::kOut + 2 * quad();
 #pragma unroll
     for (int i = 2 * r; i < static_cast<int>(Traits::kDqSums); i += 4) {
-      asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to + 8 * r * p.sizes.dims + 2 * (i - 2 * r)),
-                   "f"(dq[i] * scale[r]), "f"(dq[i + 1] * scale[r])
-                   : "memory");
+      const int dim = group * (Traits::kOut / 2) + 2 * (i - 2 * r);
+      *reinterpret_cast<float2*>(to + place_of(row, dim)) = {dq[i] * scale[r], dq[i + 1] * scale[r]};
     }
   }
-  end_turn(work, spot);
-}
-
-template <class Traits>
-__device__ std::uint32_t* KeyConsumer<Traits>::turn_of(const KeyWork& work, const Spot& spot) const {
-  const std::int64_t slot = spot.head * p.sizes.query_slots() + work.item.query_slot + spot.first / kQueryTile;
-  return p.workspace.turns + slot * p.sizes.parts + work.part;
-}
-
-template <class Traits>
-__device__ void KeyConsumer<Traits>::wait_turn(const KeyWork& work, const Spot& spot) const {
-  if (!p.deterministic) return;
-  if (threadIdx.x == kWarpgroup) {
-    // Key tiles that see the same queries come one after the other, from the first of these.
-    const std::int64_t least = max(spot.first + work.item.offset() - p.band.left, std::int64_t{0});
-    const auto before = static_cast<std::uint32_t>(work.item.first_key / kTileRows - least / kTileRows);
-    const std::uint32_t* turn = turn_of(work, spot);
-    std::uint32_t now = 0;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    } while (now != before);
-  }
-  meet();
-}
-
-template <class Traits>
-__device__ void KeyConsumer<Traits>::end_turn(const KeyWork& work, const Spot& spot) const {
-  if (!p.deterministic) return;
-  __threadfence();
-  meet();
-  if (threadIdx.x == kWarpgroup) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn_of(work, spot)) : "memory");
-  }
+  cutlass::arch::fence_view_async_shared();
+  release(shared.dq_full);
 }
 
 template <class Traits>

@@ -13,6 +13,7 @@ constexpr int kOwn = 8;
 /// A head of dq, or after those one of dk.
 struct Head {
   const float* sums;  ///< Rows of `dims`.
+  bool scattered;     ///< As place_of says.
   void* out;
   std::int32_t tokens;
   std::int32_t heads;
@@ -22,10 +23,10 @@ struct Head {
 __device__ Head head_of(const FinishArguments& a, std::int32_t index) {
   const Sizes& sizes = a.sizes.forward;
   if (index < sizes.heads) {
-    return {a.workspace.dq_sums + index * sizes.rows_q() * a.sizes.dims, a.dq, sizes.tokens_q, sizes.heads, index};
+    return {a.workspace.dq_sums + index * sizes.rows_q() * a.sizes.dims, true, a.dq, sizes.tokens_q, sizes.heads, index};
   }
   index -= sizes.heads;
-  return {a.workspace.dk_sums + index * sizes.rows_k() * a.sizes.dims, a.dk, sizes.tokens_k, sizes.kv_heads, index};
+  return {a.workspace.dk_sums + index * sizes.rows_k() * a.sizes.dims, false, a.dk, sizes.tokens_k, sizes.kv_heads, index};
 }
 
 /// The contract's order: the power of two, then distances 1, 2, 4 and up. Lanes next to each other have the next dims.
@@ -91,7 +92,8 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const FinishArguments 
   const bool inside = token < head.tokens && dim < a.sizes.forward.head_dim;
   float x[kOwn] = {};
   if (inside) {
-    const auto* from = reinterpret_cast<const float4*>(head.sums + token * a.sizes.dims + dim);
+    const int place = head.scattered ? place_of(token, dim) : dim;
+    const auto* from = reinterpret_cast<const float4*>(head.sums + token * a.sizes.dims + place);
     const float4 both[] = {__ldcs(from), __ldcs(from + 1)};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

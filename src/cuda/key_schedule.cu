@@ -26,10 +26,10 @@ __device__ QuerySpan queries_of(const KeyItem& item, const Band& band) {
   return band.left + band.right >= 0 && end > begin ? QuerySpan{begin, end} : QuerySpan{0, 0};
 }
 
-/// Never rises along a document: from the first query that sees the tile or a later one to the last, as many as the
-/// band can have. The tile's own last query is left out of account, and so are keys that the last tile has not.
+/// The same for all tiles of a document, so that they stay together and in order: the queries that see its first tile,
+/// or as many as a later one can have in that band.
 __device__ std::uint64_t cost_of(const KeyItem& item, const Band& band) {
-  const std::int64_t first = max(item.first_key - item.offset() - band.right, std::int64_t{0});
+  const std::int64_t first = max(-item.offset() - band.right, std::int64_t{0});
   const std::int64_t most = max(kTileRows + band.left + band.right, std::int64_t{0});
   return 1 + static_cast<std::uint64_t>(max(min(item.queries - first, most), std::int64_t{0}));
 }

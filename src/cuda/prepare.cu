@@ -7,7 +7,6 @@
 namespace mxflash::cuda {
 namespace {
 
-constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kHalves = kTileRows / kQueryTile;
 static_assert(kQueryTile == Square::kSide);
