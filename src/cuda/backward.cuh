@@ -68,7 +68,7 @@ struct alignas(16) KeyRows {
   float factor[2];        ///< 2^(exponent of K); NaN: poisoned
   float exponent[2];      ///< Of V.
   float light[2];         ///< 2^-exponent
-  float weight[2];        ///< 2^-(exponent + dO's base)
+  float weight[2];        ///< 256 2^-(exponent + dO's base) / scale: makes of a slope what multiplies codes for dV.
   std::int32_t begin[2];  ///< Of the document, the first query that sees the key,
   std::int32_t end[2];    ///< and the one after the last.
 
@@ -79,9 +79,7 @@ struct alignas(16) KeyRows {
 struct KeySums {
   std::int32_t raised;  ///< Unit of dK's sums, see KeyConsumer::raised_of.
   std::int32_t base;    ///< Unit of dV's sums: the largest exponent of dO.
-  std::int32_t moved;   ///< Not 0: sums wait in global memory, in the units below.
-  std::int32_t moved_raised;
-  std::int32_t moved_base;
+  std::int32_t moved;   ///< Not 0: sums wait in global memory.
   float key_most;            ///< Largest factor of K.
   std::int32_t whole_begin;  ///< Queries [whole_begin, whole_end) see all of the warp's keys.
   std::int32_t whole_end;

@@ -36,12 +36,11 @@ struct BackwardSizes {
 };
 
 /// What a tile of 64 queries and one head brings along: copied whole into shared memory. Queries past the document's
-/// end have zeros. NaN in `factor` (q is poisoned) or `weight` and `slope` (dO is), or in `offset` (O, dLSE), reaches
+/// end have zeros. NaN in `factor` (q is poisoned), in `slope` (dO is) or in `offset` (O, dLSE) reaches
 /// the keys that see the query.
 struct alignas(16) QueryTile {
   float factor[kQueryTile];  ///< 2^(exponent of q) scale log2(e)
   float base[kQueryTile];    ///< RowRecord::base
-  float weight[kQueryTile];  ///< 256 2^(exponent of dO) / row sum: w = code weight 2^-e of V, less dO's base
   float slope[kQueryTile];   ///< scale 2^(exponent of dO) / row sum
   float offset[kQueryTile];  ///< (D - dLSE) 2^-(exponent of dO)
   float scale[kQueryTile];   ///< 2^(exponent of q); 0 where q is poisoned

@@ -60,10 +60,7 @@ class KeyConsumer {
   /// Of scales, for a token far larger than those that see it: a pair that is not seen has dS 0, and 0 inf is NaN.
   static __device__ float finite_product(float a, float b) { return fminf(a * b, 3e38F); }
 
-  /// 0 and 1 in turn from tile to tile.
-  static __device__ std::uint32_t turn_of(const Place& tile) {
-    return (tile.phase() * Traits::kQueryStages + tile.stage()) % 2;
-  }
+  [[nodiscard]] __device__ std::uint32_t stage() const { return tile_ % Traits::kQueryStages; }
 
   [[nodiscard]] __device__ int quad() const { return lane % 4; }
   /// Of the tile, for r = 0.
@@ -91,26 +88,34 @@ class KeyConsumer {
       enter(work, head);
       for (std::int32_t tile = item.end_tile - 1; tile >= item.first_tile; --tile) {
         if (++count % kQueryTilesBetweenSums == 0) move_sums();
-        walk(work, head, tile);
+        walk(work, {head, tile * kQueryTile});
+        ++tile_;
       }
     }
     store(work);
   }
 
+  /// Head, and the first query of the tile, in its document.
+  struct Spot {
+    std::int32_t head;
+    std::int32_t first;
+  };
+
   /// One tile of queries.
-  __device__ void walk(const KeyWork& work, std::int32_t head, std::int32_t tile) {
-    shared.queries_full[queries.stage()].wait(queries.phase());
-    multiply_scores();
-    const Kind kind = kind_of(work, tile);
+  __device__ void walk(const KeyWork& work, const Spot& spot) {
+    shared.queries_full[stage()].wait(tile_ / Traits::kQueryStages % 2);
+    // Together made uniform, so that descriptors are; nothing but this tile's products is on its way.
+    const std::uint32_t stages = uniform(keys.stage() << 8 | stage());
+    multiply_scores(stages);
+    const Kind kind = kind_of(work, spot.first);
     cute::warpgroup_wait<1>();
     fence(scores);
-    const Spot spot{head, tile * kQueryTile};
     switch (kind) {
       case Kind::whole: weigh<WholeTile>(spot); break;
       case Kind::cut: weigh<CutTile>(spot); break;
       default: weigh_apart(work, spot);
     }
-    multiply_values();
+    multiply_values(stages);
     cute::warpgroup_wait<1>();
     fence(gradients);
     switch (kind) {
@@ -118,44 +123,49 @@ class KeyConsumer {
       case Kind::cut: differentiate<CutTile>(spot); break;
       default: differentiate_apart(work, spot);
     }
-    encode_for_keys();
-    const std::uint32_t turn = turn_of(queries);
-    if (p.exact_queries) share_by_query(turn);
-    meet();
     float scale[2];  // Of the thread's rows of dQ.
-    if (p.exact_queries) {
-      encode_by_query(turn, scale);
-    } else {
-      encode_by_square(scale);
-    }
-    cutlass::arch::fence_view_async_shared();
-    meet();
-    multiply_gradients();
+    encode(scale);
+    multiply_gradients(stages);
     cute::warpgroup_wait<0>();
     fence(dk);
     fence(dv);
     fence(dq);
     product_ = ScaleOut::One;
-    give_queries(work, spot, scale);
-    release(shared.queries_empty[queries.stage()]);
-    queries.template advance<Traits::kQueryStages>();
+    release(shared.queries_empty[stage()]);
+    give_queries(work, scale);
+  }
+
+  /// dS to the operands of both its products.
+  __device__ void encode(float (&scale)[2]) {
+    encode_for_keys();
+    if (p.exact_queries) share_by_query();
+    meet();
+    if (p.exact_queries) {
+      encode_by_query(scale);
+    } else {
+      encode_by_square(scale);
+    }
+    cutlass::arch::fence_view_async_shared();
+    meet();
   }
 
   enum class Kind : std::uint8_t { whole, cut, apart };
 
-  /// Of the warp's part of a tile.
-  __device__ Kind kind_of(const KeyWork& work, std::int32_t tile) const {
-    const QueryTile& of = shared.tiles[queries.stage()];
-    const Range& range = work.range;
+  /// Of the warp's part of a tile, whose record is there. All is read before anything is decided.
+  [[nodiscard]] __device__ Kind kind_of(const KeyWork& work, std::int32_t first) const {
+    const QueryTile& of = shared.tiles[stage()];
+    const Range range = work.range;
     constexpr float kSafe = 60.0F;
     constexpr float kFar = 1e30F;
     constexpr float kLightOctaves = 3.0F;
-    if (of.irregular != 0 || !(range.least >= -kSafe && range.most <= kSafe) ||
-        range.least <= of.most - kLightOctaves || !(fabsf(p.logit_scale) * of.norm * range.key_norm < kFar)) {
-      return Kind::apart;
-    }
-    const std::int32_t first = tile * kQueryTile;
-    return first >= kept().whole_begin && first + kQueryTile <= kept().whole_end ? Kind::whole : Kind::cut;
+    const bool heavy = range.least > of.most - kLightOctaves;
+    const bool near = fabsf(p.logit_scale) * of.norm * range.key_norm < kFar;
+    const bool safe = fabsf(range.least) <= kSafe && fabsf(range.most) <= kSafe;
+    const int plain = static_cast<int>(of.irregular == 0) & static_cast<int>(heavy) & static_cast<int>(near) &
+                      static_cast<int>(safe);
+    const int whole = static_cast<int>(first >= kept().whole_begin) &
+                      static_cast<int>(first + kQueryTile <= kept().whole_end);
+    return plain == 0 ? Kind::apart : whole != 0 ? Kind::whole : Kind::cut;
   }
 
   /// What does not change while the keys walk.
@@ -163,15 +173,16 @@ class KeyConsumer {
   /// The next head of the group: dO's exponents have another base there.
   __device__ void enter(const KeyWork& work, std::int32_t head);
 
-  __device__ void multiply_scores() {
+  [[nodiscard]] __device__ auto& keys_at(std::uint32_t stages) const { return shared.keys[stages >> 8]; }
+  [[nodiscard]] __device__ auto& queries_at(std::uint32_t stages) const { return shared.queries[stages & 0xFFU]; }
+
+  __device__ void multiply_scores(std::uint32_t stages) {
     fence(scores);
     fence(gradients);
     cute::warpgroup_arrive();
-    const auto& own = shared.keys[uniform(keys.stage())];
-    const auto& other = shared.queries[uniform(queries.stage())];
-    multiply_rows(own.keys, other.queries, scores);
+    multiply_rows(keys_at(stages).keys, queries_at(stages).queries, scores);
     cute::warpgroup_commit_batch();
-    multiply_rows(own.values, other.dout, gradients);
+    multiply_rows(keys_at(stages).values, queries_at(stages).dout, gradients);
     cute::warpgroup_commit_batch();
   }
 
@@ -188,23 +199,23 @@ class KeyConsumer {
     }
   }
 
-  __device__ void multiply_values() {
+  __device__ void multiply_values(std::uint32_t stages) {
     fence(dv);
     fence(weights);
     cute::warpgroup_arrive();
-    multiply_columns(weights, shared.queries[uniform(queries.stage())].dout_columns, dv);
+    multiply_columns(weights, queries_at(stages).dout_columns, dv);
     cute::warpgroup_commit_batch();
   }
 
-  __device__ void multiply_gradients() {
+  __device__ void multiply_gradients(std::uint32_t stages) {
     fence(dk);
     fence(slopes);
     fence(dq);
     cute::warpgroup_arrive();
-    multiply_columns(slopes, shared.queries[uniform(queries.stage())].query_columns, dk);
+    multiply_columns(slopes, queries_at(stages).query_columns, dk);
     const std::uint64_t a = descriptor<kTileRows>(shared.ds.codes);
     const std::uint64_t b =
-        descriptor<kTileRows>(shared.keys[uniform(keys.stage())].columns + group * (Traits::kOut / 2) * kTileRows);
+        descriptor<kTileRows>(keys_at(stages).columns + group * (Traits::kOut / 2) * kTileRows);
 #pragma unroll
     for (int step = 0; step < kTileRows / 32; ++step) {
       multiply<typename Traits::DqAtom>(a + 2 * step, b + 2 * step, dq, step == 0 ? ScaleOut::Zero : ScaleOut::One);
@@ -229,12 +240,6 @@ class KeyConsumer {
   /// Of the four queries of a thread from `query` on.
   static __device__ float4 four(const float* of, int query) { return *reinterpret_cast<const float4*>(of + query); }
 
-  /// Head, and the first query of the tile, in its document.
-  struct Spot {
-    std::int32_t head;
-    std::int32_t first;
-  };
-
   /// Scores to weights as the forward made them, in `scores`, and to operands of dV, in `weights`.
   template <class Tile>
   __device__ void weigh(const Spot& spot);
@@ -255,18 +260,18 @@ class KeyConsumer {
   __device__ void encode_by_square(float (&scale)[2]);
   /// The same relative to the largest of each query, which has to be found first. The two turns' largest are apart: those
   /// of one are cleared while the other's are read.
-  __device__ void share_by_query(std::uint32_t turn);
+  __device__ void share_by_query();
   /// The larger of this lane's and another's, of `kLeft` queries; the other goes on with the rest.
   template <int kLeft>
   __device__ void halve(float (&largest)[kQueryTile / 4]) const;
-  __device__ void encode_by_query(std::uint32_t turn, float (&scale)[2]);
+  __device__ void encode_by_query(float (&scale)[2]);
   /// Four registers of codes, 32 queries from `32 half` on, to their rows.
   __device__ void store_codes(int half, const std::uint32_t (&pairs)[4]) const;
   /// K's factors where nothing may come of keys that are not seen: a poisoned one has made dS NaN wherever it is.
   [[nodiscard]] __device__ float2 fold() const { return {fmaxf(rows().factor[0], 0.0F), fmaxf(rows().factor[1], 0.0F)}; }
 
   /// dQ of the tile to shared memory, for QueryAdder.
-  __device__ void give_queries(const KeyWork& work, const Spot& spot, const float (&scale)[2]);
+  __device__ void give_queries(const KeyWork& work, const float (&scale)[2]);
 
   __device__ void scale_sums(float (&sums)[Traits::kSums], float by) {
 #pragma unroll
@@ -274,15 +279,17 @@ class KeyConsumer {
   }
   /// Adds the accumulators to the sums in FP32, which wait in global memory.
   __device__ void move_sums();
-  /// Those of dK or dV; `by`: scale of those that wait, negative: there are none.
-  static __device__ void move(float (&sums)[Traits::kSums], float4* to, float by);
+  /// Those of dK or dV, which are in units of `by`.
+  static __device__ void move(const float (&sums)[Traits::kSums], float4* to, float by, bool add);
   /// A thread's own part of the scratch, in steps of kConsumers.
   [[nodiscard]] __device__ float4* waiting() const;
   /// Of keys that no query sees.
   __device__ void store_nothing(const KeyWork& work);
   __device__ void store(const KeyWork& work);
-  /// The sums are in units of 2^(raised - 135) and 2^(base - 8).
-  __device__ void write(const KeyWork& work, int raised, int base);
+  /// In the units of `of`.
+  __device__ void write(const KeyWork& work, const KeySums& of);
+  /// The sums of eight dims and both keys, with those that wait.
+  static __device__ float4 total(const float (&sums)[Traits::kSums], int i, const float4* waits, float by);
   /// Two numbers of dV.
   __device__ void write_pair(std::int64_t at, float low, float high) const;
 
@@ -292,7 +299,7 @@ class KeyConsumer {
   int warp;
   int lane;
   Place keys;
-  Place queries;
+  std::uint32_t tile_ = 0;  // Of all that the block meets: it says where each lies.
   ScaleOut product_ = ScaleOut::Zero;
   float most[2];  // Of |dS|, by 32 queries.
   float dk[Traits::kSums];

@@ -27,27 +27,29 @@ class KeyProducer {
   }
 
  private:
-  static constexpr std::int32_t kPlanes = 4;
+  static constexpr std::uint32_t kPlanes = 4;
 
   __device__ void take(KeyWork& work) const {
     work.kv_head = -1;
     const BackwardWorkspace& made = p.a.workspace;
-    // All in 32 bits, as the host has seen to.
-    const auto index = static_cast<std::int32_t>(atomicAdd(&made.control->next, 1U));
-    const std::int32_t planes = sizes.kv_heads * p.a.sizes.parts;
+    // All in 32 bits, as the host has seen to; through shared memory, since registers are short.
+    const auto planes = static_cast<std::uint32_t>(sizes.kv_heads * p.a.sizes.parts);
+    const std::uint32_t index = atomicAdd(&made.control->next, 1U);
+    std::uint32_t place = index / planes;
     // Slots without an item are last.
-    if (index / planes >= static_cast<std::int32_t>(sizes.tile_slots()) || made.costs_out[index / planes] == 0) return;
-    const KeyItem& any = made.items[made.order[index / planes]];  // Of the same document.
-    const std::int32_t first = index / planes - any.first_key / kTileRows;
-    const std::int32_t tiles = (any.keys_of_document + kTileRows - 1) / kTileRows;
+    if (place >= static_cast<std::uint32_t>(sizes.tile_slots()) || made.costs_out[place] == 0) return;
+    work.item = made.items[made.order[place]];  // Of the same document.
+    place -= static_cast<std::uint32_t>(work.item.first_key / kTileRows);
+    const auto tiles = static_cast<std::uint32_t>((work.item.keys_of_document + kTileRows - 1) / kTileRows);
     // A few planes of a document at a time: blocks that walk the same queries find them in the second-level cache.
-    const std::int32_t rest = index - first * planes;
-    const std::int32_t plane = rest / (tiles * kPlanes) * kPlanes;
-    const std::int32_t together = min(planes - plane, kPlanes);
-    const std::int32_t within = rest - plane * tiles;
-    work.kv_head = (plane + within % together) / p.a.sizes.parts;
-    work.part = (plane + within % together) % p.a.sizes.parts;
-    work.item = made.items[made.order[first + within / together]];
+    const std::uint32_t rest = index - place * planes;
+    const std::uint32_t plane = rest / (tiles * kPlanes) * kPlanes;
+    const std::uint32_t together = min(planes - plane, kPlanes);
+    const std::uint32_t within = rest - plane * tiles;
+    const std::uint32_t own = plane + within % together;
+    work.kv_head = static_cast<std::int32_t>(own) / p.a.sizes.parts;
+    work.part = static_cast<std::int32_t>(own) % p.a.sizes.parts;
+    work.item = made.items[made.order[place + within / together]];
     work.range = p.a.saved.ranges[work.kv_head * sizes.tile_slots() + work.item.tile_slot];
   }
 

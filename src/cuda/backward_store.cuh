@@ -29,7 +29,7 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
   const float key_most = __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(factor)));
   const std::int32_t begin = __reduce_max_sync(0xFFFFFFFFU, max(rows.begin[0], rows.begin[1]));
   const std::int32_t end = __reduce_min_sync(0xFFFFFFFFU, min(rows.end[0], rows.end[1]));
-  if (lane == 0) kept() = {kLeastRaised, 0, 0, kLeastRaised, 0, key_most, begin, end};
+  if (lane == 0) kept() = {kLeastRaised, 0, 0, key_most, begin, end};
   __syncwarp();
 }
 
@@ -40,7 +40,7 @@ __device__ void KeyConsumer<Traits>::enter(const KeyWork& work, std::int32_t hea
   if (product_ == ScaleOut::One) scale_sums(dv, ldexpf(1.0F, kept().base - base));
   KeyRows& rows = this->rows();
 #pragma unroll
-  for (int r = 0; r < 2; ++r) rows.weight[r] = finite_product(rows.light[r], ldexpf(1.0F, -base));
+  for (int r = 0; r < 2; ++r) rows.weight[r] = finite_product(rows.light[r], ldexpf(1.0F / p.scale, 8 - base));
   __syncwarp();
   if (lane == 0) kept().base = base;
   __syncwarp();
@@ -54,42 +54,35 @@ __device__ float4* KeyConsumer<Traits>::waiting() const {
 template <class Traits>
 __device__ void KeyConsumer<Traits>::move_sums() {
   const KeySums of = kept();
-  constexpr float kNone = -1;
-  move(dk, waiting(), of.moved != 0 ? exact_pow2(static_cast<float>(of.moved_raised - of.raised)) : kNone);
-  move(dv, waiting() + kConsumers, of.moved != 0 ? ldexpf(1.0F, of.moved_base - of.base) : kNone);
-  __syncwarp();
-  if (lane == 0) {
-    kept().moved = 1;
-    kept().moved_raised = of.raised;
-    kept().moved_base = of.base;
-  }
+  move(dk, waiting(), scale_of(of.raised), of.moved != 0);
+  move(dv, waiting() + kConsumers, ldexpf(1.0F, of.base - 8), of.moved != 0);
+  __syncwarp();  // All lanes have read it.
+  if (lane == 0) kept().moved = 1;
   __syncwarp();
   product_ = ScaleOut::Zero;
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::move(float (&sums)[Traits::kSums], float4* to, float by) {
+__device__ void KeyConsumer<Traits>::move(const float (&sums)[Traits::kSums], float4* to, float by, bool add) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(Traits::kSums) / 4; ++i) {
-    float4 sum{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
-    float4& waits = to[2 * i * kConsumers];
-    if (by >= 0) {
-      const float4 before = waits;
-      sum = {fmaf(before.x, by, sum.x), fmaf(before.y, by, sum.y), fmaf(before.z, by, sum.z), fmaf(before.w, by, sum.w)};
+    const float4 sum{sums[4 * i] * by, sums[4 * i + 1] * by, sums[4 * i + 2] * by, sums[4 * i + 3] * by};
+    // Nobody waits for what is there, as a load would.
+    if (add) {
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + 2 * i * kConsumers),
+                   "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w)
+                   : "memory");
+    } else {
+      __stcg(to + 2 * i * kConsumers, sum);
     }
-    waits = sum;
-    sums[4 * i] = sum.x;
-    sums[4 * i + 1] = sum.y;
-    sums[4 * i + 2] = sum.z;
-    sums[4 * i + 3] = sum.w;
   }
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::give_queries(const KeyWork& work, const Spot& spot, const float (&scale)[2]) {
+__device__ void KeyConsumer<Traits>::give_queries(const KeyWork& work, const float (&scale)[2]) {
   const int own = 16 * warp + lane / 4;
-  const std::int64_t row = std::int64_t{work.item.query_row} + spot.first + own;  // Eight more: the same places.
-  shared.dq_empty.wait(turn_of(queries) ^ 1);
+  const std::int64_t row = std::int64_t{work.item.query_row} + own;  // Tiles and rows eight apart: the same places.
+  shared.dq_empty.wait((tile_ + 1) % 2);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float* to = shared.dq + (own + 8 * r) * Traits::kOut + 2 * quad();
@@ -107,34 +100,41 @@ template <class Traits>
 __device__ void KeyConsumer<Traits>::store_nothing(const KeyWork& work) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(Traits::kSums); ++i) dk[i] = dv[i] = 0;
-  write(work, kLeastRaised, 0);
+  write(work, {kLeastRaised, 0, 0, 0, 0, 0});
 }
 
 template <class Traits>
 __device__ void KeyConsumer<Traits>::store(const KeyWork& work) {
-  if (kept().moved != 0) move_sums();
-  write(work, kept().raised, kept().base);
+  write(work, kept());
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::write(const KeyWork& work, int raised, int base) {
+__device__ float4 KeyConsumer<Traits>::total(const float (&sums)[Traits::kSums], int i, const float4* waits, float by) {
+  const float4 before = waits != nullptr ? __ldcg(waits + 2 * i * kConsumers) : float4{};
+  return {fmaf(sums[4 * i], by, before.x), fmaf(sums[4 * i + 1], by, before.y), fmaf(sums[4 * i + 2], by, before.z),
+          fmaf(sums[4 * i + 3], by, before.w)};
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::write(const KeyWork& work, const KeySums& of) {
   const Sizes& sizes = p.sizes.forward;
-  const float by_dk = scale_of(raised);
+  const float4* waits = of.moved != 0 ? waiting() : nullptr;
+  const int first = work.part * Traits::kOut + 2 * quad();
+  const std::int64_t row = std::int64_t{work.item.key_row} + key();
+  float* to_dk = p.workspace.dk_sums + (work.kv_head * sizes.rows_k() + row) * p.sizes.dims + first;
+  const std::int64_t to_dv = (row * sizes.kv_heads + work.kv_head) * sizes.value_dim + first;
+  const std::int64_t next = std::int64_t{sizes.kv_heads} * sizes.value_dim;
+  const bool inside[2] = {key() < work.item.keys, key() + 1 < work.item.keys};
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (key() + r >= work.item.keys) continue;
-    const std::int64_t row = std::int64_t{work.item.key_row} + key() + r;
-    const int first = work.part * Traits::kOut + 2 * quad();
-    float* to_dk = p.workspace.dk_sums + (work.kv_head * sizes.rows_k() + row) * p.sizes.dims + first;
-    const std::int64_t to_dv = (row * sizes.kv_heads + work.kv_head) * sizes.value_dim + first;
-#pragma unroll
-    for (int i = 2 * r; i < static_cast<int>(Traits::kSums); i += 4) {
-      const int dim = 2 * (i - 2 * r);
-      *reinterpret_cast<float2*>(to_dk + dim) = {dk[i] * by_dk, dk[i + 1] * by_dk};
-      if (first + dim < sizes.value_dim) {
-        write_pair(to_dv + dim, ldexpf(dv[i], base - 8), ldexpf(dv[i + 1], base - 8));
-      }
-    }
+  for (int i = 0; i < static_cast<int>(Traits::kSums) / 4; ++i) {
+    const int dim = 8 * i;
+    const float4 k = total(dk, i, waits, scale_of(of.raised));
+    const float4 v = total(dv, i, waits != nullptr ? waits + kConsumers : nullptr, ldexpf(1.0F, of.base - 8));
+    if (inside[0]) *reinterpret_cast<float2*>(to_dk + dim) = {k.x, k.y};
+    if (inside[1]) *reinterpret_cast<float2*>(to_dk + p.sizes.dims + dim) = {k.z, k.w};
+    if (first + dim >= sizes.value_dim) continue;
+    if (inside[0]) write_pair(to_dv + dim, v.x, v.y);
+    if (inside[1]) write_pair(to_dv + next + dim, v.z, v.w);
   }
 }
 

@@ -9,13 +9,13 @@ template <class Traits>
 template <class Tile>
 __device__ void KeyConsumer<Traits>::weigh(const Spot& spot) {
   const KeyRows rows = this->rows();
-  const QueryTile& of = shared.tiles[queries.stage()];
+  const QueryTile& of = shared.tiles[stage()];
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
     const int query = 16 * a + 4 * quad();
     const float4 factor = four(of.factor, query);
     const float4 base = four(of.base, query);
-    const float4 weight = four(of.weight, query);
+    const float4 slope = four(of.slope, query);
     const float factors[] = {factor.x, factor.y, factor.z, factor.w};
     const float bases[] = {base.x, base.y, base.z, base.w};
 #pragma unroll
@@ -35,7 +35,7 @@ __device__ void KeyConsumer<Traits>::weigh(const Spot& spot) {
       scores[at(a, r, 3)] = high.y;
       const float by = rows.weight[r];
       weights[code_at(a, r)] =
-          to_e4m3(low.x * (weight.x * by), low.y * (weight.y * by), high.x * (weight.z * by), high.y * (weight.w * by)) &
+          to_e4m3(low.x * (slope.x * by), low.y * (slope.y * by), high.x * (slope.z * by), high.y * (slope.w * by)) &
           seen;
     }
   }
@@ -45,7 +45,7 @@ template <class Traits>
 template <class Tile>
 __device__ void KeyConsumer<Traits>::differentiate(const Spot& spot) {
   const KeyRows rows = this->rows();
-  const QueryTile& of = shared.tiles[queries.stage()];
+  const QueryTile& of = shared.tiles[stage()];
   most[0] = most[1] = 0;
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
@@ -75,7 +75,7 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot
   constexpr float kLeastNormal = 0.015625F;
   constexpr float kLightOctaves = 3.0F;
   constexpr auto kNone = static_cast<float>(-kE8m0Bias);
-  const QueryTile& of = shared.tiles[queries.stage()];
+  const QueryTile& of = shared.tiles[stage()];
   const std::int64_t row = spot.head * p.sizes.forward.rows_q() + work.item.query_row + spot.first;
   const RowRecord* records = p.saved.rows + row;
   const DoutRecord* douts = p.workspace.dout_records + row;
@@ -140,7 +140,7 @@ __device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, co
 
 template <class Traits>
 __device__ void KeyConsumer<Traits>::encode_for_keys() {
-  const QueryTile& of = shared.tiles[queries.stage()];
+  const QueryTile& of = shared.tiles[stage()];
   const int before = kept().raised;
   int raised = before;
 #pragma unroll
@@ -222,7 +222,7 @@ __device__ void KeyConsumer<Traits>::halve(float (&largest)[kQueryTile / 4]) con
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::share_by_query(std::uint32_t turn) {
+__device__ void KeyConsumer<Traits>::share_by_query() {
   constexpr int kOwn = kQueryTile / 4;
   const float2 factor = fold();
   float largest[kOwn];
@@ -238,17 +238,17 @@ __device__ void KeyConsumer<Traits>::share_by_query(std::uint32_t turn) {
   const int first = lane / 16 * 8 + lane / 8 % 2 * 4 + lane / 4 % 2 * 2;
 #pragma unroll
   for (int i = 0; i < kOwn / 8; ++i) {
-    atomicMax(&shared.most_of_query[turn][(first + i) / 4 * 16 + 4 * quad() + (first + i) % 4], __float_as_uint(largest[i]));
+    atomicMax(&shared.most_of_query[tile_ % 2][(first + i) / 4 * 16 + 4 * quad() + (first + i) % 4], __float_as_uint(largest[i]));
   }
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::encode_by_query(std::uint32_t turn, float (&scale)[2]) {
-  const auto* largest = reinterpret_cast<const float*>(shared.most_of_query[turn]);
+__device__ void KeyConsumer<Traits>::encode_by_query(float (&scale)[2]) {
+  const auto* largest = reinterpret_cast<const float*>(shared.most_of_query[tile_ % 2]);
   const int row = 16 * warp + lane / 4;
   scale[0] = scale_of(raised_of(largest[row]));
   scale[1] = scale_of(raised_of(largest[row + 8]));
-  if (threadIdx.x < kWarpgroup + kQueryTile) shared.most_of_query[turn ^ 1][threadIdx.x - kWarpgroup] = 0;
+  if (threadIdx.x < kWarpgroup + kQueryTile) shared.most_of_query[(tile_ + 1) % 2][threadIdx.x - kWarpgroup] = 0;
   const float2 factor = fold();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -269,7 +269,6 @@ class DoutTile {
     }
     out_->factor[query] = numbers.factor;
     out_->base[query] = numbers.base;
-    out_->weight[query] = numbers.weight;
     out_->slope[query] = numbers.slope;
     out_->offset[query] = numbers.offset;
     out_->scale[query] = numbers.scale;
@@ -280,7 +279,6 @@ class DoutTile {
   struct Numbers {
     float factor = 0;
     float base = 0;
-    float weight = 0;
     float slope = 0;
     float offset = 0;
     float scale = 0;
@@ -316,14 +314,13 @@ class DoutTile {
     Numbers numbers;
     numbers.factor = query.factor * a.logit_scale;
     numbers.base = row.base;
-    numbers.weight = dout.zero ? 0.0F : 256.0F * (share * factor);
     numbers.slope = a.scale * (share * factor);
     numbers.offset = delta * dout.inverse;
     numbers.scale = poisoned ? 0.0F : query.factor;
     constexpr float kSafe = 60.0F;  // As far_off.
     constexpr float kSafeBase = 1e30F;
     const bool far = fabsf(row.unit) > kSafe || fabsf(static_cast<float>(dout.exponent)) > kSafe ||
-                     fabsf(row.base) > kSafeBase || far_off(numbers.weight) || far_off(numbers.slope) ||
+                     fabsf(row.base) > kSafeBase || a.scale == 0 || far_off(a.scale) || far_off(numbers.slope) ||
                      far_off(numbers.offset);
     irregular_ |= far && !poisoned && !dout.poisoned;
     return numbers;

@@ -402,7 +402,6 @@ struct Queries {
 struct Numbers {
   double factor = 0;
   double base = 0;
-  double weight = 0;
   double slope = 0;
   double offset = 0;
   double scale = 0;
@@ -420,13 +419,12 @@ struct Numbers {
     const double share = std::ldexp(static_cast<double>(row.inverse), static_cast<int>(row.unit));
     factor = of.scales[i].factor * kLogitScale;
     base = row.base;
-    weight = dout_lost ? NAN : zero ? 0.0 : 256 * share * power;
     slope = dout_lost ? NAN : static_cast<double>(kScale) * share * power;
     offset = static_cast<double>(of.dout[i].delta) / power;
     scale = lost ? 0 : of.scales[i].factor;
     const auto far = [](double x) { return x != 0 && std::fabs(std::log2(std::fabs(x))) > 60; };
     leaves = !lost && !dout_lost &&
-             (std::fabs(row.unit) > 60 || std::fabs(std::log2(power)) > 60 || std::fabs(base) > 1e30 || far(weight) ||
+             (std::fabs(row.unit) > 60 || std::fabs(std::log2(power)) > 60 || std::fabs(base) > 1e30 ||
               far(slope) || far(offset));
   }
 };
@@ -449,7 +447,6 @@ void expect_tile(const cuda::QueryTile& tile, const Queries& of, const std::arra
     ASSERT_EQ(tile.scale[i], want.scale) << at;
     irregular |= want.leaves;
     if (!want.leaves) {
-      ASSERT_TRUE(near(tile.weight[i], want.weight, 1e-6 * want.weight)) << at << ": " << tile.weight[i];
       ASSERT_TRUE(near(tile.slope[i], want.slope, 1e-6 * want.slope)) << at << ": " << tile.slope[i];
       ASSERT_TRUE(near(tile.offset[i], want.offset, 1e-6 * std::fabs(want.offset))) << at << ": " << tile.offset[i];
     }
