@@ -210,8 +210,8 @@ def main():
         for result in measure(options, name):
             results.append(result)
             print(line_of(result), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            if options.json:  # Again and again: who is stopped keeps what was measured.
+                options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
+#include <exception>
 #include <memory>
 #include <optional>
 
@@ -186,7 +188,8 @@ Result<cuda::ForwardCall> upload_call(const Data& data, std::int64_t documents, 
 /// Multiplications and additions of one product over all pairs.
 double flops_of(const Settings& settings, const Workload& workload) {
   double pairs = 0;
-  for (const std::int64_t length : workload.lengths) pairs += static_cast<double>(length * (length + 1) / 2);
+  for (const std::int64_t length : workload.lengths)
+    pairs += static_cast<double>(length) * static_cast<double>(length + 1) / 2;
   return 2 * static_cast<double>(settings.heads * settings.head_dim) * pairs;
 }
 
@@ -294,11 +297,8 @@ Status run(const Settings& settings) {
   return {};
 }
 
-}  // namespace
-}  // namespace mxflash::tool
-
-int main(int argc, char** argv) {
-  using namespace mxflash::tool;
+/// The exit code.
+int parse_and_run(int argc, char** argv) {
   Settings settings;
   CLI::App app("Times the stages of the CUDA engine, after a check of its answer");
   app.add_option("--workload", settings.workload, "Lists of lengths separated by commas")->capture_default_str();
@@ -308,7 +308,19 @@ int main(int argc, char** argv) {
   app.add_option("--head-dim", settings.head_dim)->capture_default_str();
   app.add_option("--repeats", settings.repeats)->check(CLI::Range(1, 1000))->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  const mxflash::Status status = run(settings);
+  const Status status = run(settings);
   if (!status) fmt::print(stderr, "cuda_stages: {}\n", status.error().message);
   return status ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace mxflash::tool
+
+int main(int argc, char** argv) {
+  try {
+    return mxflash::tool::parse_and_run(argc, argv);
+  } catch (const std::exception& error) {
+    static_cast<void>(std::fputs(error.what(), stderr));
+    return 1;
+  }
 }

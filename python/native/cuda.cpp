@@ -5,7 +5,6 @@
 #include <fmt/format.h>
 
 #include <bit>
-#include <utility>
 
 #include "bindings.hpp"
 #include "call.hpp"
@@ -55,7 +54,7 @@ cuda::BackwardCall backward_call_of(const Arguments& arguments, const Settings& 
   forward.training = true;
   if (arguments.dout) forward.inputs.dout = view_of("do", *arguments.dout, Memory::cuda);
   if (arguments.dlse) forward.inputs.dlse = rows_view_of("dlse", *arguments.dlse, Memory::cuda);
-  return {std::move(forward),
+  return {forward,
           bytes_at(device.saved),
           {bytes_at(device.dq), bytes_at(device.dk), bytes_at(device.dv)},
           settings.deterministic,

@@ -1,7 +1,7 @@
 // Backward, E4M3 with an exponent a token. A block is persistent: one thread takes key tiles and fetches, one adds dQ
-// up, two warpgroups of consumers have 64 keys each and meet their queries, 64 at a time. All five products are of codes: S^T = K Q^T and
-// dP^T = V dO^T, whose accumulators become, as codes, operands of dV = P^T dO and dK = dS^T Q without leaving their
-// thread; for dQ = dS K, dS goes through shared memory, where all keys of the tile meet.
+// up, two warpgroups of consumers have 64 keys each and meet their queries, 64 at a time. All five products are of
+// codes: S^T = K Q^T and dP^T = V dO^T, whose accumulators become, as codes, operands of dV = P^T dO and dK = dS^T Q
+// without leaving their thread; for dQ = dS K, dS goes through shared memory, where all keys of the tile meet.
 #include <algorithm>
 
 #include "cuda/backward.cuh"
@@ -11,8 +11,7 @@ namespace mxflash::cuda {
 namespace {
 
 template <class Traits>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
-    backward_kernel(const __grid_constant__ BackwardParameters p) {
+__global__ void __launch_bounds__(kBackwardThreads, 1) backward_kernel(const __grid_constant__ BackwardParameters p) {
   extern __shared__ __align__(1024) std::uint8_t memory[];
   auto& shared = *reinterpret_cast<BackwardShared<Traits>*>(memory);
   if (p.a.workspace.control->status != 0) return;

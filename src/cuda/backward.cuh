@@ -32,8 +32,8 @@ struct BackwardTraits {
   static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
   static constexpr int kRowBytes = kOut;
   static constexpr int kChunks = kDims / kRowBytes;
-  static constexpr std::size_t kSums = kOut / 2;         // Registers of a thread, of dK and of dV.
-  static constexpr std::size_t kDqSums = kOut / 4;       // Of dQ.
+  static constexpr std::size_t kSums = kOut / 2;    // Registers of a thread, of dK and of dV.
+  static constexpr std::size_t kDqSums = kOut / 4;  // Of dQ.
   static constexpr int kScores = kQueryTile / 2;
   using ScoreAtom = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>;
   using OutAtom = OutAtomOf;
@@ -81,9 +81,9 @@ struct alignas(16) KeyRows {
 
 /// What a warp knows of its sums and its keys.
 struct KeySums {
-  std::int32_t raised;  ///< Unit of dK's sums, see KeyConsumer::raised_of.
-  std::int32_t base;    ///< Unit of dV's sums: the largest exponent of dO.
-  std::int32_t moved;   ///< Not 0: sums wait in global memory.
+  std::int32_t raised;       ///< Unit of dK's sums, see KeyConsumer::raised_of.
+  std::int32_t base;         ///< Unit of dV's sums: the largest exponent of dO.
+  std::int32_t moved;        ///< Not 0: sums wait in global memory.
   float key_most;            ///< Largest factor of K.
   std::int32_t whole_begin;  ///< Queries [whole_begin, whole_end) see all of the warp's keys.
   std::int32_t whole_end;
@@ -116,7 +116,7 @@ struct BackwardShared {
   KeyRows rows[2 * kWarpgroup];
   KeySums sums[kBackwardWarps];
   KeyWork work[Traits::kKeyStages];
-  alignas(16) float most[2][kBackwardWarps];  // Of |dS| times K's factors, by 32 queries and warp.
+  alignas(16) float most[2][kBackwardWarps];               // Of |dS| times K's factors, by 32 queries and warp.
   alignas(16) std::uint32_t most_of_query[2][kQueryTile];  ///< The same by query, as bits.
   alignas(8) Barrier keys_full[Traits::kKeyStages];
   Barrier keys_empty[Traits::kKeyStages];

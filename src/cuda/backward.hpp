@@ -31,7 +31,7 @@ struct BackwardSizes {
   /// As Sizes::columns, of queries.
   [[nodiscard]] constexpr std::int64_t query_columns() const {
     return (forward.tokens_q + std::int64_t{forward.documents} * kColumnStep + kTileRows - 1) / kTileRows * kTileRows +
-           2 * kTileRows;
+           2 * std::int64_t{kTileRows};
   }
 };
 

@@ -1,6 +1,7 @@
 #include "cuda/backward_plan.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <numbers>
 
 #include "arguments/rotation.hpp"
@@ -102,8 +103,8 @@ Common common_of(const BackwardCall& call, const Recipe& recipe, const Sizes& si
           static_cast<float>(scale)};
 }
 
-/// Nothing is written through it.
-void* saved_base(const BackwardCall& call) { return const_cast<void*>(call.saved); }
+/// Both passes share the records of a workspace, which have no const; the backward writes nothing through these.
+void* saved_base(const BackwardCall& call) { return std::bit_cast<void*>(call.saved); }
 
 EmbedBackwardLaunches embedded_launches(const BackwardCall& call, const Recipe& recipe, const Sizes& sizes,
                                         const Layout& saved_layout, void* workspace) {

@@ -23,10 +23,12 @@ struct Head {
 __device__ Head head_of(const FinishArguments& a, std::int32_t index) {
   const Sizes& sizes = a.sizes.forward;
   if (index < sizes.heads) {
-    return {a.workspace.dq_sums + index * sizes.rows_q() * a.sizes.dims, true, a.dq, sizes.tokens_q, sizes.heads, index};
+    return {
+        a.workspace.dq_sums + index * sizes.rows_q() * a.sizes.dims, true, a.dq, sizes.tokens_q, sizes.heads, index};
   }
   index -= sizes.heads;
-  return {a.workspace.dk_sums + index * sizes.rows_k() * a.sizes.dims, false, a.dk, sizes.tokens_k, sizes.kv_heads, index};
+  return {
+      a.workspace.dk_sums + index * sizes.rows_k() * a.sizes.dims, false, a.dk, sizes.tokens_k, sizes.kv_heads, index};
 }
 
 /// The contract's order: the power of two, then distances 1, 2, 4 and up. Lanes next to each other have the next dims.

@@ -3,8 +3,8 @@
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-#include <cutlass/arch/barrier.h>
 #include <cuda_fp16.h>
+#include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cstdint>

@@ -1,5 +1,7 @@
 // C24: one graph, captured once, serves every packing of the same totals; and calls go to the stream that they are
 // given.
+#include <bit>
+
 #include "cuda/runtime.hpp"
 #include "unit/cuda_backward_support.hpp"
 
@@ -36,7 +38,7 @@ class CudaGraph : public test::OnDevice {
   }
 
   static void overwrite(const std::int32_t* device, const std::vector<std::int32_t>& offsets) {
-    ASSERT_EQ(cudaMemcpy(const_cast<std::int32_t*>(device), offsets.data(), offsets.size() * sizeof(std::int32_t),
+    ASSERT_EQ(cudaMemcpy(std::bit_cast<void*>(device), offsets.data(), offsets.size() * sizeof(std::int32_t),
                          cudaMemcpyHostToDevice),
               cudaSuccess);
   }

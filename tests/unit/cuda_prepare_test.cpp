@@ -424,8 +424,8 @@ struct Numbers {
     scale = lost ? 0 : of.scales[i].factor;
     const auto far = [](double x) { return x != 0 && std::fabs(std::log2(std::fabs(x))) > 60; };
     leaves = !lost && !dout_lost &&
-             (std::fabs(row.unit) > 60 || std::fabs(std::log2(power)) > 60 || std::fabs(base) > 1e30 ||
-              far(slope) || far(offset));
+             (std::fabs(row.unit) > 60 || std::fabs(std::log2(power)) > 60 || std::fabs(base) > 1e30 || far(slope) ||
+              far(offset));
   }
 };
 
