@@ -32,27 +32,52 @@ def reads_inputs(recipe: str, causality: str | None) -> bool:
 def saved_bytes(
     tensors: tuple[torch.Tensor, ...], cu_seqlens_q: torch.Tensor | None, recipe: str, causality: str | None
 ) -> int:
-    """Room for the forward's workspace where a backward follows: at least what the compiled part plans, and checks.
+    """Room for the forward's workspace where a backward follows: what the compiled part plans, which checks it, and up
+    to 40 KiB and 13 bytes a slot more.
 
     An expression of the shapes, which torch.compile does not know yet: asking the compiled part would need numbers.
     tensors: of the shapes and the type of q, k and v.
     """
     q, k, v = tensors
-    (queries, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, (*k.shape[:2], v.shape[2])
     documents = 1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    small = head_dim <= 64 and value_dim <= 64
-    dims = 64 if small else 128 if head_dim <= 128 else 256
-    value_rows = 65 if small else 129 if value_dim <= 128 else 258  # Of codes; and of multipliers of the row sum.
-    tiles = (queries + keys) // 128 + 2 * documents
-    schedule = 96 * tiles + 2**17  # The last is the sort's.
-    if reads_inputs(recipe, causality):  # BF16 tables; values once more where cut tiles have other operands.
-        kinds = 2 if "cut" in checked_recipe(recipe)["o"] else 1
-        of_key = 2 * dims + kinds * (2 * value_rows + 16)
-        return queries * heads * (2 * dims + 16) + keys * kv_heads * of_key + schedule
-    residual = 0 if q.dtype == torch.float32 else value_dim * q.element_size()
-    of_queries = (queries + 128) * heads * (dims + 24 + residual)  # Codes; scales, records of rows.
-    of_keys = (keys + 16 * documents + 256) * kv_heads * (dims + value_rows + 8)
-    return of_queries + of_keys + 16 * kv_heads * tiles + schedule
+    slots = q.shape[0] // 128 + documents
+    # Beside slots of queries and of keys: the sort, of which CUB alone knows the size (13 bytes a slot and 18 KiB, or
+    # next to nothing), and what aligns the arrays.
+    schedule = (56 + 13) * slots + 20 * (k.shape[0] // 128 + documents) + 2**15
+    if reads_inputs(recipe, causality):
+        # A recipe without operands for cut tiles has the key too: with None.
+        kinds = 1 if checked_recipe(recipe)["o"]["cut"] is None else 2
+        return schedule + _table_bytes(q, k, v, kinds)
+    return schedule + _code_bytes(q, k, v, documents)
+
+
+def _kernel_dims(head_dim: int, value_dim: int) -> tuple[int, int, int]:
+    """Dims of q and k, dims of v in a pass, passes: as choose_kernel of the compiled part."""
+    if max(head_dim, value_dim) <= 64:
+        return 64, 64, 1
+    return 128 if head_dim <= 128 else 256, 128, 1 if value_dim <= 128 else 2
+
+
+def _table_bytes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kinds: int) -> int:
+    """BF16 tables, those of values once for each kind of tile; of a token a factor, of a key also fold and height."""
+    (queries, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, (*k.shape[:2], v.shape[2])
+    dims, value_dims, parts = _kernel_dims(head_dim, value_dim)
+    of_key = 2 * dims + kinds * (2 * parts * value_dims + 12)
+    return queries * heads * (2 * dims + 4) + keys * kv_heads * of_key
+
+
+def _code_bytes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: int) -> int:
+    """E4M3 codes of rows in whole tiles. What lies along keys has 16 columns more for each document."""
+    (queries, heads, head_dim), (keys, kv_heads, value_dim) = q.shape, (*k.shape[:2], v.shape[2])
+    dims, value_dims, parts = _kernel_dims(head_dim, value_dim)
+    rows_q = (queries // 128 + 1) * 128 * heads
+    rows_k = (keys // 128 + 1) * 128 * kv_heads + 128
+    columns = ((keys + 16 * documents) // 128 + 2) * 128 * kv_heads
+    ranges = 16 * (keys // 128 + documents) * kv_heads
+    residual = 0 if q.dtype == torch.float32 else queries * heads * value_dim * q.element_size()
+    # Beside codes of queries: scales and records of rows.
+    codes = rows_q * (dims + 8 + 16) + rows_k * dims + columns * (parts * (value_dims + 1) + 8)
+    return codes + ranges + residual
 
 
 def forward(

@@ -424,7 +424,9 @@ def test_the_room_for_what_is_kept(recipe, dtype, lengths, head_dim, value_dim):
     device.lse = q.data_ptr()
     device.training = True
     needed = _native.cuda_workspace_bytes(arguments, settings, device)
-    assert needed <= _cuda.saved_bytes((q, k, v), offsets, recipe, None) <= 1.05 * needed + 2**19
+    slots = tokens // 128 + len(lengths)
+    # Of the sort's scratch alone only a bound is known, whatever the number of documents.
+    assert needed <= _cuda.saved_bytes((q, k, v), offsets, recipe, None) <= needed + 40 * 2**10 + 13 * slots
 
 
 # ---- Graphs ----
