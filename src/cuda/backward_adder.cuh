@@ -68,7 +68,8 @@ class QueryAdder {
   /// this one: none waits for ever.
   __device__ void wait_turn(const std::uint32_t* turn, const KeyItem& item, std::int32_t first) const {
     const std::int64_t least = max(first + item.offset() - p.band.left, std::int64_t{0});
-    const auto before = static_cast<std::uint32_t>(item.first_key / kTileRows - static_cast<std::int32_t>(least / kTileRows));
+    const auto before =
+        static_cast<std::uint32_t>(item.first_key / kTileRows - static_cast<std::int32_t>(least / kTileRows));
     std::uint32_t now = 0;
     do {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");

@@ -26,9 +26,7 @@ template <class Traits>
 class KeyConsumer {
  public:
   __device__ KeyConsumer(const BackwardParameters& parameters, BackwardShared<Traits>& block)
-      : p(parameters.a),
-        shared(block),
-        thread_(threadIdx.x - kWarpgroup) {}
+      : p(parameters.a), shared(block), thread_(threadIdx.x - kWarpgroup) {}
 
   __device__ void run() {
     for (;;) {
@@ -166,10 +164,10 @@ class KeyConsumer {
     const bool heavy = range.least > of.most - kLightOctaves;
     const bool near = fabsf(p.logit_scale) * of.norm * range.key_norm < kFar;
     const bool safe = fabsf(range.least) <= kSafe && fabsf(range.most) <= kSafe;
-    const int plain = static_cast<int>(of.irregular == 0) & static_cast<int>(heavy) & static_cast<int>(near) &
-                      static_cast<int>(safe);
-    const int whole = static_cast<int>(first >= kept().whole_begin) &
-                      static_cast<int>(first + kQueryTile <= kept().whole_end);
+    const int plain =
+        static_cast<int>(of.irregular == 0) & static_cast<int>(heavy) & static_cast<int>(near) & static_cast<int>(safe);
+    const int whole =
+        static_cast<int>(first >= kept().whole_begin) & static_cast<int>(first + kQueryTile <= kept().whole_end);
     return plain == 0 ? Kind::apart : whole != 0 ? Kind::whole : Kind::cut;
   }
 
@@ -266,15 +264,15 @@ class KeyConsumer {
   __device__ void weigh_apart(const KeyWork& work, const Spot& spot);
   __device__ void differentiate_apart(const KeyWork& work, const Spot& spot);
 
-  /// dS to operands of dK, in `slopes`, relative to the largest that the warp's keys have met; and tells the other warps
-  /// the largest of these keys.
+  /// dS to operands of dK, in `slopes`, relative to the largest that the warp's keys have met; and tells the other
+  /// warps the largest of these keys.
   __device__ void encode_for_keys();
   /// Of |dS| times K's factors, over the tile's keys and 32 queries.
   [[nodiscard]] __device__ float most_of_all(int half) const;
   /// dS to operands of dQ, in shared memory, relative to the largest of 32 queries and the tile's keys.
   __device__ void encode_by_square(float (&scale)[2]);
-  /// The same relative to the largest of each query, which has to be found first. The two turns' largest are apart: those
-  /// of one are cleared while the other's are read.
+  /// The same relative to the largest of each query, which has to be found first. The two turns' largest are apart:
+  /// those of one are cleared while the other's are read.
   __device__ void share_by_query();
   /// The larger of this lane's and another's, of `kLeft` queries; the other goes on with the rest.
   template <int kLeft>
@@ -283,7 +281,9 @@ class KeyConsumer {
   /// Four registers of codes, 32 queries from `32 half` on, to their rows.
   __device__ void store_codes(int half, const std::uint32_t (&pairs)[4]) const;
   /// K's factors where nothing may come of keys that are not seen: a poisoned one has made dS NaN wherever it is.
-  [[nodiscard]] __device__ float2 fold() const { return {fmaxf(rows().factor[0], 0.0F), fmaxf(rows().factor[1], 0.0F)}; }
+  [[nodiscard]] __device__ float2 fold() const {
+    return {fmaxf(rows().factor[0], 0.0F), fmaxf(rows().factor[1], 0.0F)};
+  }
 
   /// dQ of the tile to shared memory, for QueryAdder.
   __device__ void give_queries(const KeyWork& work, const float (&scale)[2]);

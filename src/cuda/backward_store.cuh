@@ -48,7 +48,8 @@ __device__ void KeyConsumer<Traits>::enter(const KeyWork& work, std::int32_t hea
 
 template <class Traits>
 __device__ float4* KeyConsumer<Traits>::waiting() const {
-  return reinterpret_cast<float4*>(p.workspace.scratch + blockIdx.x * scratch_bytes(p.sizes)) + threadIdx.x - kWarpgroup;
+  return reinterpret_cast<float4*>(p.workspace.scratch + blockIdx.x * scratch_bytes(p.sizes)) + threadIdx.x -
+         kWarpgroup;
 }
 
 template <class Traits>

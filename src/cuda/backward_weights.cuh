@@ -10,7 +10,7 @@ template <class Tile>
 __device__ void KeyConsumer<Traits>::weigh(const Spot& spot) {
   const KeyRows rows = this->rows();
   const QueryTile& of = shared.tiles[stage()];
-const int column = 4 * quad();
+  const int column = 4 * quad();
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
     const int query = 16 * a + column;
@@ -48,7 +48,7 @@ __device__ void KeyConsumer<Traits>::differentiate(const Spot& spot) {
   const KeyRows rows = this->rows();
   const QueryTile& of = shared.tiles[stage()];
   most[0] = most[1] = 0;
-const int column = 4 * quad();
+  const int column = 4 * quad();
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
     const int query = 16 * a + column;
@@ -102,8 +102,8 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot
         const float x =
             fabsf(logit) > kFar ? held(logit, 1e38F) - record.base : fmaf(w, factor, exponent - record.base);
         const float code = from_e4m3(to_e4m3(exp2_fast(x), 0.0F)).x;
-        const bool light = (rows.exponent[r] <= kNone || rows.exponent[r] <= record.most - kLightOctaves) &&
-                           code < kLeastNormal;
+        const bool light =
+            (rows.exponent[r] <= kNone || rows.exponent[r] <= record.most - kLightOctaves) && code < kLeastNormal;
         const auto unit = static_cast<int>(record.unit - exponent);
         w = light ? exp2_fast(x - exponent + record.unit) * record.inverse : ldexpf(code * record.inverse, unit);
         const float dout = douts[query].factor;
@@ -117,7 +117,8 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot
 template <class Traits>
 __device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, const Spot& spot) {
   const KeyRows rows = this->rows();
-  const DoutRecord* douts = p.workspace.dout_records + spot.head * p.sizes.forward.rows_q() + work.item.query_row + spot.first;
+  const DoutRecord* douts =
+      p.workspace.dout_records + spot.head * p.sizes.forward.rows_q() + work.item.query_row + spot.first;
   most[0] = most[1] = 0;
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
@@ -195,8 +196,8 @@ __device__ void KeyConsumer<Traits>::encode_by_square(float (&scale)[2]) {
     for (int m = 0; m < 4; ++m) {
       const int a = 2 * half + m / 2;
       const int j = m % 2 * 2;
-      pairs[m] = to_e4m3(gradients[at(a, 0, j)] * low, gradients[at(a, 1, j)] * high,
-                         gradients[at(a, 0, j + 1)] * low, gradients[at(a, 1, j + 1)] * high);
+      pairs[m] = to_e4m3(gradients[at(a, 0, j)] * low, gradients[at(a, 1, j)] * high, gradients[at(a, 0, j + 1)] * low,
+                         gradients[at(a, 1, j + 1)] * high);
     }
     store_codes(half, pairs);
   }
@@ -234,7 +235,8 @@ __device__ void KeyConsumer<Traits>::share_by_query() {
   float largest[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
-    largest[i] = fmaxf(fabsf(gradients[at(i / 4, 0, i % 4)] * factor.x), fabsf(gradients[at(i / 4, 1, i % 4)] * factor.y));
+    largest[i] =
+        fmaxf(fabsf(gradients[at(i / 4, 0, i % 4)] * factor.x), fabsf(gradients[at(i / 4, 1, i % 4)] * factor.y));
   }
   // Eight lanes have the same queries.
   halve<kOwn / 2>(largest);
@@ -246,7 +248,8 @@ __device__ void KeyConsumer<Traits>::share_by_query() {
   const int column = 4 * quad();
 #pragma unroll
   for (int i = 0; i < kOwn / 8; ++i) {
-    atomicMax(&shared.most_of_query[tile_ % 2][(first + i) / 4 * 16 + column + (first + i) % 4], __float_as_uint(largest[i]));
+    atomicMax(&shared.most_of_query[tile_ % 2][(first + i) / 4 * 16 + column + (first + i) % 4],
+              __float_as_uint(largest[i]));
   }
 }
 

@@ -155,7 +155,7 @@ template <class Shape>
 cudaError_t launch(const PrepareArguments& a, cudaStream_t stream) {
   constexpr int kShared = kWarps * DoutTile<Shape>::kShared;
   constexpr int kRoom = 227 * 1024;
-  constexpr int kRegisters = Shape::kDims > 128 ? 2 : Shape::kBytes == 2 || Shape::kDims <= 64 ? 4 : 3;
+  constexpr int kRegisters = Shape::kDims > 128 ? 2 : Shape::kDims > 64 && Shape::kBytes == 2 ? 4 : 3;
   auto* kernel = prepare_kernel<Shape, std::min(kRoom / (kShared + 1024), kRegisters)>;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
       error != cudaSuccess) {
