@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The machine code of a program's kernels, a line each: registers, stack and local bytes, and how many instructions it
-has that matter. Fails where a kernel keeps something in local memory, one on E4M3 codes does not multiply in FP8, or one
-that is embedded in BF16 does not in the tensor cores.
+has that matter. Fails where a kernel keeps something in local memory, one on E4M3 codes does not multiply in FP8, or
+one that is embedded in BF16 does not in the tensor cores.
 
     check_sass.py build/gpu/tools/mxflash/mxflash
 """

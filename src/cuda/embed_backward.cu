@@ -165,7 +165,8 @@ __global__ void __launch_bounds__(kPairThreads, 1) embed_rows_kernel(const __gri
   const RowSums sums = add_up(tile);
   if (query >= pair.item.queries) return;
   row->sum = sums.weights;
-  row->delta = sums.delta - dlse_of(a, std::int64_t{pair.item.query_row} + query, pair.head);
+  row->delta = sums.delta;
+  row->dlse = dlse_of(a, std::int64_t{pair.item.query_row} + query, pair.head);
   if (a.dq_accumulation == DqAccumulation::f32) return;
   const KeySpan keys = visible_keys(pair.item.first_position + std::int64_t{query}, pair.item.keys, a.band);
   row->prescale = prescale_of(a, pair, query, static_cast<std::int32_t>(keys.end));
@@ -179,10 +180,15 @@ __device__ void find_weights(PairTile& tile) {
   tile.weigh([&](float counted, float /*plain*/) { return counted / sum; });
 }
 
-/// From w to dS.
+/// From w to dS. The only key of a row has D = dP, of which a product with its weight and a division by it leave the
+/// rounding: that would be all of dP - D.
 __device__ void find_score_gradients(PairTile& tile) {
   tile.multiply_gradients([&](float w, float dp, int row) {
-    return held(w * (dp - tile.s.row[tile.at.query() + row].delta) * tile.a.scale, kFarLogit);
+    const int query = tile.at.query() + row;
+    const KeyRange32 keys = tile.s.visible[query];
+    const GradientRow& of = tile.s.row[query];
+    const float delta = keys.end - keys.begin == 1 && w == 1.0F ? dp : of.delta;
+    return held(w * (dp - delta + of.dlse) * tile.a.scale, kFarLogit);
   });
 }
 

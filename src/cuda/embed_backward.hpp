@@ -28,7 +28,8 @@ struct alignas(8) GradientRow {
   float s = 0;         ///< The same.
   float light = 0;     ///< The same.
   float sum = 0;       ///< Of the weights relative to s.
-  float delta = 0;     ///< D - dLSE. NaN: something that dS of the row depends on is.
+  float delta = 0;     ///< D. NaN: something that dS of the row depends on is.
+  float dlse = 0;      ///< Apart: dP - D may be zero, and D - dLSE is rounded. NaN as `delta`.
   float prescale = 0;  ///< Of FP16 sums of dQ: an exponent.
 };
 

@@ -91,6 +91,29 @@ TEST_F(CudaEmbedBackward, UnevenTokens) {
   }
 }
 
+/// The only key of a row has D = dP, so dS = scale dLSE, whatever dP is; without dLSE zero. Noise in its place would be
+/// quantized as large as it is, and move codes that are rounded by chance.
+TEST_F(CudaEmbedBackward, ARowOfOneKeyHasDsOfDlseAlone) {
+  for (const Recipe& recipe : embedded_recipes()) {
+    for (const Mask& mask : {Mask::window(0, 0), Mask::window(-3, 3)}) {
+      Case c = test::random_case(test::pack_self({1, 300, 1, 45}), {3, 3, 64, 128}, DType::f32, 19);
+      c.problem.mask = mask;
+      const std::string where = fmt::format("{}, window ({}, {})", recipe.name, mask.left, mask.right);
+      const BackwardResult zero = test::device_backward(c, recipe);
+      EXPECT_TRUE(test::all_zero(zero.dq)) << where;
+      EXPECT_TRUE(test::all_zero(zero.dk)) << where;
+      c = test::with_dlse(std::move(c));
+      const BackwardResult got = test::device_backward(c, recipe);
+      const BackwardResult want = test::backward(c, recipe, test::on_engine("reference"));
+      const auto rounding = [](const Tensor& of) {
+        return [&of](std::int64_t i) { return 0x1p-20 * std::fabs(static_cast<double>(of.at(i))); };
+      };
+      EXPECT_TRUE(test::within(got.dq, want.dq, rounding(want.dq))) << "dq of " << where;
+      EXPECT_TRUE(test::within(got.dk, want.dk, rounding(want.dk))) << "dk of " << where;
+    }
+  }
+}
+
 bool rounds_by_chance(const Recipe& recipe) {
   const auto chance = [](const Operand& operand) { return operand.rounding == Rounding::stochastic; };
   return chance(recipe.dp.left) || chance(recipe.dv.tokens) || chance(recipe.dq.weights) || chance(recipe.dk.weights);

@@ -571,6 +571,18 @@ TEST_F(CudaPrepare, CodesDAndRecordsAreTheReferences) {
 /// Of FP32 sums: a butterfly rounds seven or eight times at most, then the result once.
 double rounding_of(DType dtype) { return dtype == DType::bf16 ? 0x1p-8 : dtype == DType::f16 ? 0x1p-11 : 0x1p-24; }
 
+/// Rows of dq_sums with their dims in order.
+std::vector<float> in_order(const std::vector<float>& sums, std::int32_t dims) {
+  std::vector<float> rows(sums.size());
+  for (std::size_t first = 0; first < sums.size(); first += static_cast<std::size_t>(dims)) {
+    const auto row = static_cast<std::int64_t>(first) / dims;
+    for (std::int32_t d = 0; d < dims; ++d) {
+      rows[first + static_cast<std::size_t>(d)] = sums[first + static_cast<std::size_t>(cuda::place_of(row, d))];
+    }
+  }
+  return rows;
+}
+
 void expect_gradient(const Tensor& got, const std::vector<float>& sums, std::int64_t rows, const Rotation& rotation,
                      const std::string& where) {
   const std::int64_t dims = got.shape[2];
@@ -638,7 +650,7 @@ TEST_F(CudaPrepare, SumsAreRotatedBackAndRounded) {
                                   nullptr),
               0);
     const std::string where = fmt::format("{} {} {}", name_of(dtype), dims, rotated ? "rotated" : "as it is");
-    expect_gradient(tensor_of(dq, c.q), dq_sums, sizes.rows_q(), rotation, "dq " + where);
+    expect_gradient(tensor_of(dq, c.q), in_order(dq_sums, saved.sizes.dims), sizes.rows_q(), rotation, "dq " + where);
     expect_gradient(tensor_of(dk, c.k), dk_sums, sizes.rows_k(), rotation, "dk " + where);
     EXPECT_TRUE(dq.intact() && dk.intact()) << where;
     EXPECT_TRUE(dv.untouched()) << where;
