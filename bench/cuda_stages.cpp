@@ -200,7 +200,7 @@ Status measure_backward(const Settings& settings, const Recipe& recipe, const Wo
   if (!saved) return saved.error();
   const Result<cuda::Launches> forward = cuda::prepare(call, recipe, *saved);
   if (!forward) return forward.error();
-  cuda::BackwardCall back{call, saved->workspace, {}};
+  cuda::BackwardCall back{call, saved->workspace, saved->workspace_bytes, {}};
   for (const auto& [gradient, of] : {std::pair{&back.gradients.dq, &call.inputs.q},
                                      {&back.gradients.dk, &call.inputs.k},
                                      {&back.gradients.dv, &call.inputs.v}}) {

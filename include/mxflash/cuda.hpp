@@ -7,7 +7,7 @@
 //
 // With `training` set, the workspace is what a backward reads, and stays as it is:
 //
-//   const BackwardCall back{call, workspace, {dq, dk, dv}};                     // call.inputs.dout is set by now
+//   const BackwardCall back{call, workspace, bytes, {dq, dk, dv}};              // call.inputs.dout is set by now
 //   cuda::backward(back, recipe, {another, *cuda::backward_workspace_bytes(back, recipe), stream});
 //
 // A library built without CUDA has these functions too; they say so.
@@ -56,6 +56,7 @@ struct Gradients {
 struct BackwardCall {
   ForwardCall forward;          ///< As it was, with dout; its o, cu_seqlens and recipe unchanged.
   const void* saved = nullptr;  ///< Its workspace, to which nothing has been written since.
+  std::size_t saved_bytes = 0;  ///< What was given to it as workspace_bytes.
   Gradients gradients;
   bool deterministic = true;  ///< Bit-identical dq for the same input; dk and dv always are.
   std::uint64_t seed = 0;     ///< Of stochastic rounding.

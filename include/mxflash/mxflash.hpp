@@ -9,6 +9,7 @@
 //   BackwardResult = attention_backward(problem, recipe, {q, k, v, dout}, options)       dq, dk, dv
 //   AuditReport    = audit(function, claims, problem, inputs, options)                   does anything leak?
 //   Status         = cuda::forward(call, recipe, execution)                              on device pointers, a stream
+//   Status         = cuda::backward(call, recipe, execution)                             what that forward has kept
 //
 // with q [Tq,Hq,D], k [Tk,Hk,D], v [Tk,Hk,Dv], dout [Tq,Hq,Dv]. Every verb gives a Result: a value, or an Error that
 // names the argument, what was given and what is allowed. Nothing prints, throws or exits.

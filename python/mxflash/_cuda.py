@@ -121,7 +121,7 @@ def backward(
     """Fills dq, dk and dv, which may stand for q, k and v in `arguments`; kept: the forward's o and workspace."""
     o, saved = kept
     device = _native.Device()
-    device.o, device.saved = o.data_ptr(), saved.data_ptr()
+    device.o, device.saved, device.saved_bytes = o.data_ptr(), saved.data_ptr(), saved.nbytes
     device.dq, device.dk, device.dv = (gradient.data_ptr() for gradient in gradients)
     device.stream = torch.cuda.current_stream().cuda_stream
     device.workspace_bytes = _native.cuda_backward_workspace_bytes(arguments, settings, device)

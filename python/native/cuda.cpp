@@ -18,7 +18,8 @@ struct Device {
   std::uintptr_t o = 0;  ///< Read by the backward.
   std::uintptr_t lse = 0;
   bool training = false;     ///< Of a forward that a backward follows.
-  std::uintptr_t saved = 0;  ///< That forward's workspace, for the backward, as the three below.
+  std::uintptr_t saved = 0;  ///< That forward's workspace, for the backward, as the four below.
+  std::size_t saved_bytes = 0;
   std::uintptr_t dq = 0;
   std::uintptr_t dk = 0;
   std::uintptr_t dv = 0;
@@ -56,6 +57,7 @@ cuda::BackwardCall backward_call_of(const Arguments& arguments, const Settings& 
   if (arguments.dlse) forward.inputs.dlse = rows_view_of("dlse", *arguments.dlse, Memory::cuda);
   return {forward,
           bytes_at(device.saved),
+          device.saved_bytes,
           {bytes_at(device.dq), bytes_at(device.dk), bytes_at(device.dv)},
           settings.deterministic,
           settings.seed};
@@ -103,6 +105,7 @@ void bind_cuda(nb::module_& module) {
       .def_rw("lse", &Device::lse)
       .def_rw("training", &Device::training)
       .def_rw("saved", &Device::saved)
+      .def_rw("saved_bytes", &Device::saved_bytes)
       .def_rw("dq", &Device::dq)
       .def_rw("dk", &Device::dk)
       .def_rw("dv", &Device::dv)

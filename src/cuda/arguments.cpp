@@ -178,7 +178,14 @@ Result<Sizes> check_backward_call(const BackwardCall& call, const Recipe& recipe
   for (const Status& status : checks) {
     if (!status.ok()) return status.error();
   }
-  return sizes_of(forward);
+  const Sizes sizes = sizes_of(forward);
+  // Work is counted in 32 bits: key tiles, each with its head and part.
+  constexpr std::int64_t kParts = 2;
+  if (sizes.tile_slots() * sizes.kv_heads * kParts > INT32_MAX) {
+    return invalid(fmt::format("documents: {} with {} key/value heads given, fewer than {} together allowed",
+                               sizes.documents, sizes.kv_heads, INT32_MAX / kParts));
+  }
+  return sizes;
 }
 
 }  // namespace mxflash::cuda

@@ -125,16 +125,9 @@ int launch(const BackwardArguments& arguments, cudaStream_t stream) {
       error != cudaSuccess) {
     return error;
   }
-  int device = 0;
-  int processors = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (const cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      error != cudaSuccess) {
-    return error;
-  }
   const Sizes& sizes = arguments.sizes.forward;
   const std::int64_t work = sizes.tile_slots() * sizes.kv_heads * arguments.sizes.parts;
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(processors, work));
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(arguments.blocks, work));
   if (blocks == 0) return cudaSuccess;
   backward_kernel<Traits><<<blocks, kBackwardThreads, kShared, stream>>>(p);
   return cudaGetLastError();

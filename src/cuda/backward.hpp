@@ -150,6 +150,7 @@ struct BackwardArguments {
   BackwardWorkspace workspace;
   float logit_scale = 0;
   float scale = 0;
+  std::int32_t blocks = 0;     ///< At most so many, which scratch has room for: one a processor.
   bool deterministic = true;   ///< dQ's sums in the order of the keys.
   bool exact_queries = false;  ///< dS scaled per query, not per 32 of them (DqScales of the recipe).
   DType dtype = DType::bf16;

@@ -87,9 +87,10 @@ class KeyConsumer {
     product_ = ScaleOut::Zero;
     std::int32_t count = 0;
     for (std::int32_t head = work.kv_head * heads; head < (work.kv_head + 1) * heads; ++head) {
-      enter(work, head);
       for (std::int32_t tile = item.end_tile - 1; tile >= item.first_tile; --tile) {
-        if (++count % kQueryTilesBetweenSums == 0) move_sums();
+        const bool enters = tile == item.end_tile - 1;
+        if (++count % kQueryTilesBetweenSums == 0 || (enters && is_far(work, head))) move_sums();
+        if (enters) enter(work, head);
         walk({head, tile * kQueryTile});
         ++tile_;
       }
@@ -173,6 +174,13 @@ class KeyConsumer {
 
   /// What does not change while the keys walk.
   __device__ void prepare(const KeyWork& work);
+  /// Largest exponent of dO; of a head without any, that of the head before.
+  [[nodiscard]] __device__ int base_of(const KeyWork& work, std::int32_t head) const;
+  /// Whether in a head's unit sums of the one before might leave FP32; those that wait are in none.
+  [[nodiscard]] __device__ bool is_far(const KeyWork& work, std::int32_t head) const {
+    constexpr int kSafe = 64;
+    return product_ == ScaleOut::One && abs(kept().base - base_of(work, head)) > kSafe;
+  }
   /// The next head of the group: dO's exponents have another base there.
   __device__ void enter(const KeyWork& work, std::int32_t head);
 

@@ -1,5 +1,7 @@
 #include "cuda/backward_plan.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
 #include <numbers>
@@ -134,6 +136,20 @@ EmbedBackwardLaunches embedded_launches(const BackwardCall& call, const Recipe& 
   return embed_backward_launches(of, sources, recipe, workspace);
 }
 
+/// Whether it can be the workspace of such a forward, and stays as it is.
+Status check_saved(const BackwardCall& call, std::size_t bytes, const Execution& execution) {
+  if (call.saved_bytes < bytes) {
+    return invalid(fmt::format("saved_bytes: {} given, at least {} allowed, what a forward with training needs",
+                               call.saved_bytes, bytes));
+  }
+  const auto saved = std::bit_cast<std::uintptr_t>(call.saved);
+  const auto workspace = std::bit_cast<std::uintptr_t>(execution.workspace);
+  if (workspace < saved + call.saved_bytes && saved < workspace + execution.workspace_bytes) {
+    return invalid(fmt::format("workspace: address {:#x} given, memory apart from saved allowed", workspace));
+  }
+  return {};
+}
+
 }  // namespace
 
 BackwardSizes backward_sizes(const Sizes& forward) {
@@ -171,6 +187,7 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
   if (Status status = check_workspace(execution, *bytes); !status.ok()) return status.error();
   const Result<Layout> saved_layout = plan(*forward, call.forward, recipe);
   if (!saved_layout.ok()) return saved_layout.error();
+  if (Status status = check_saved(call, saved_layout->bytes, execution); !status.ok()) return status.error();
   BackwardLaunches launches{};
   if (!multiplies_codes_backward(recipe)) {
     launches.embedded = embedded_launches(call, recipe, *forward, *saved_layout, execution.workspace);
@@ -201,8 +218,17 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
                       dlse.stride[1],
                       common.logit_scale,
                       common.scale};
-  launches.backward = {sizes,        common.band,        saved,         work,       common.logit_scale,
-                       common.scale, call.deterministic, exact_queries, dout.dtype, out.dv};
+  launches.backward = {sizes,
+                       common.band,
+                       saved,
+                       work,
+                       common.logit_scale,
+                       common.scale,
+                       static_cast<std::int32_t>(*processors),
+                       call.deterministic,
+                       exact_queries,
+                       dout.dtype,
+                       out.dv};
   launches.finish = {sizes, saved, work, common.rotation_shift, dout.dtype, out.dq, out.dk, out.dv};
   return launches;
 }

@@ -34,9 +34,14 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::enter(const KeyWork& work, std::int32_t head) {
+__device__ int KeyConsumer<Traits>::base_of(const KeyWork& work, std::int32_t head) const {
   const std::int32_t found = p.workspace.dout_base[head * p.sizes.forward.documents + work.item.document];
-  const int base = found == INT32_MIN ? 0 : found;
+  return found == INT32_MIN ? kept().base : found;
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::enter(const KeyWork& work, std::int32_t head) {
+  const int base = base_of(work, head);
   if (product_ == ScaleOut::One) scale_sums(dv, ldexpf(1.0F, kept().base - base));
   KeyRows& rows = this->rows();
 #pragma unroll

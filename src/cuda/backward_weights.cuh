@@ -78,9 +78,8 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot
   constexpr float kLightOctaves = 3.0F;
   constexpr auto kNone = static_cast<float>(-kE8m0Bias);
   const QueryTile& of = shared.tiles[stage()];
-  const std::int64_t row = spot.head * p.sizes.forward.rows_q() + work.item.query_row + spot.first;
-  const RowRecord* records = p.saved.rows + row;
-  const DoutRecord* douts = p.workspace.dout_records + row;
+  const std::int32_t row =
+      spot.head * static_cast<std::int32_t>(p.sizes.forward.rows_q()) + work.item.query_row + spot.first;
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
 #pragma unroll
@@ -95,7 +94,7 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot
           w = by[j] = 0;
           continue;
         }
-        const RowRecord record = records[query];
+        const RowRecord record = p.saved.rows[row + query];
         const float exponent = fmaxf(rows.exponent[r], kNone);
         const float factor = of.factor[query] * rows.factor[r];
         const float logit = fmaf(w, factor, exponent);
@@ -106,7 +105,7 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot
             (rows.exponent[r] <= kNone || rows.exponent[r] <= record.most - kLightOctaves) && code < kLeastNormal;
         const auto unit = static_cast<int>(record.unit - exponent);
         w = light ? exp2_fast(x - exponent + record.unit) * record.inverse : ldexpf(code * record.inverse, unit);
-        const float dout = douts[query].factor;
+        const float dout = p.workspace.dout_records[row + query].factor;
         by[j] = dout > 0 ? ldexpf(w * dout, 8 - kept().base) : dout;
       }
       weights[code_at(a, r)] = to_e4m3(by[0], by[1], by[2], by[3]);
@@ -135,8 +134,8 @@ __device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, co
         }
         const DoutRecord dout = douts[query];
         const auto exponent = static_cast<int>(fmaxf(rows.exponent[r], static_cast<float>(-kE8m0Bias)));
-        const float dp = ldexpf(gradients[i] * dout.factor, exponent);
-        gradients[i] = held(scores[i] * (dp - dout.delta) * p.scale, 1e30F);
+        const float dp = held(ldexpf(gradients[i] * dout.factor, exponent), 1e38F);
+        gradients[i] = held(scores[i] * (dp - held(dout.delta, 1e38F)) * p.scale, 1e30F);
         most[a / 2] = fmaxf(most[a / 2], fabsf(gradients[i]));
       }
     }

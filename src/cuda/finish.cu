@@ -88,8 +88,10 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const FinishArguments 
     return;
   }
   const auto lanes = static_cast<unsigned>(a.sizes.dims / kOwn);  // Of a row.
-  const Head head = head_of(a, static_cast<std::int32_t>(blockIdx.y));
-  const std::int64_t token = std::int64_t{blockIdx.x} * (kThreads / lanes) + threadIdx.x / lanes;
+  const std::int32_t heads = a.sizes.forward.heads + a.sizes.forward.kv_heads;
+  const Head head = head_of(a, static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(heads)));
+  const std::int64_t token =
+      std::int64_t{blockIdx.x / static_cast<unsigned>(heads)} * (kThreads / lanes) + threadIdx.x / lanes;
   const int dim = static_cast<int>(threadIdx.x % lanes) * kOwn;
   const bool inside = token < head.tokens && dim < a.sizes.forward.head_dim;
   float x[kOwn] = {};
@@ -117,7 +119,7 @@ cudaError_t launch(const FinishArguments& a, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((std::max(sizes.tokens_q, sizes.tokens_k) + rows - 1) / rows);
   const auto heads = static_cast<unsigned>(sizes.heads + sizes.kv_heads);
   if (blocks == 0 || heads == 0) return cudaSuccess;
-  finish_kernel<Element><<<dim3(blocks, heads), kThreads, 0, stream>>>(a);
+  finish_kernel<Element><<<blocks * heads, kThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 

@@ -206,6 +206,7 @@ Result<BackwardResult> backward(const Problem& problem, const Recipe& recipe, co
   if (!dv.ok()) return dv.error();
   const BackwardCall back{call->forward,
                           saved->execution.workspace,
+                          saved->execution.workspace_bytes,
                           {dq->get(), dk->get(), dv->get()},
                           options.deterministic,
                           options.seed};

@@ -264,7 +264,8 @@ class DoutTile {
       const std::int64_t at = head * a.sizes.forward.rows_q() + tile.row + query;
       const float delta = delta_of(tile.row + query, dot, scale);
       a.workspace.dout_records[at] = {scale.poisoned ? NAN : scale.factor(), delta};
-      if (!scale.poisoned) base_ = max(base_, scale.exponent());
+      // A token of zeros asks for no unit, and would be the only one in a head that nothing depends on.
+      if (!scale.poisoned && dot.own > 0) base_ = max(base_, scale.exponent());
       numbers = numbers_of(at, {scale, dot.own}, delta);
     }
     out_->factor[query] = numbers.factor;

@@ -17,9 +17,7 @@ class CudaEngine final : public Engine {
  public:
   [[nodiscard]] std::string_view name() const override { return "cuda"; }
   [[nodiscard]] std::string_view description() const override {
-    return "tensor cores of an NVIDIA Hopper GPU, the backward of some recipes; tensors in host memory are copied "
-           "there "
-           "and back";
+    return "tensor cores of an NVIDIA Hopper GPU; tensors in host memory are copied there and back";
   }
   [[nodiscard]] Status available() const override { return cuda::available(); }
   [[nodiscard]] Status supports(const Recipe& recipe, Pass pass, const Options& options) const override {

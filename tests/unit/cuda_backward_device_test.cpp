@@ -197,6 +197,10 @@ TEST_F(CudaBackwardDevice, RefusesWhatTheHostSees) {
   refused_call({"saved", "256"});
   device.call.saved = static_cast<const std::byte*>(call.saved) + 16;
   refused_call({"saved", "256"});
+  device.call.saved_bytes -= 1;
+  refused({"saved_bytes"}, recipe);
+  device.execution.workspace = device.forward.execution.workspace;
+  refused({"workspace"}, recipe);
   device.call.gradients.dq += 2;
   refused_call({"dq", "16"});
   device.call.gradients.dk = nullptr;

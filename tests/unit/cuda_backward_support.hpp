@@ -224,7 +224,10 @@ class BackwardDeviceCase {
 
   void reserve(const Recipe& recipe) {
     forward.reserve(recipe);
-    call = {forward.call, forward.execution.workspace, {dq_.data(), dk_.data(), dv_.data()}};
+    call = {forward.call,
+            forward.execution.workspace,
+            forward.execution.workspace_bytes,
+            {dq_.data(), dk_.data(), dv_.data()}};
     const Result<std::size_t> bytes = cuda::backward_workspace_bytes(call, recipe);
     ASSERT_TRUE(bytes.ok()) << bytes.error().message;
     workspace_.emplace_back(*bytes, fill_);

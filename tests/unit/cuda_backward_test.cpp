@@ -119,6 +119,22 @@ TEST_F(CudaBackward, C11_GroupsOfHeads) {
   }
 }
 
+/// A head of a group whose dO is zero, or far smaller, has another unit of dV's sums, or none.
+TEST_F(CudaBackward, C11_HeadsOfAGroupFarApart) {
+  for (const Recipe& recipe : test::backward_recipes()) {
+    for (const float other : {0.0F, 0x1p-90F}) {
+      for (std::int64_t head = 0; head < 4; ++head) {
+        Case c = test::random_case(test::pack({{70, 70}, {33, 97}, {140, 9}}), {4, 1, 64, 64}, DType::f32, 5);
+        for (std::int64_t i = 0; i < c.dout.elements(); ++i) {
+          if (i / 64 % 4 != head) c.dout.set(i, c.dout.at(i) * other);
+        }
+        test::expect_gradients_like_reference(c, recipe,
+                                              fmt::format("dO of other heads than {} times {}", head, other));
+      }
+    }
+  }
+}
+
 /// Every pack of up to three documents of few lengths, each a call of its own.
 TEST_F(CudaBackward, C9_EveryPackOfFewSmallDocuments) {
   constexpr std::int32_t kLengths[] = {0, 1, 2, 33};
