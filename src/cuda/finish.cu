@@ -1,5 +1,6 @@
 // dQ and dK out of their sums: rotated back and rounded. A lane has eight dims of a row.
 #include <algorithm>
+#include <cstdint>
 
 #include "cuda/backward.hpp"
 #include "cuda/outputs.cuh"
@@ -119,7 +120,9 @@ cudaError_t launch(const FinishArguments& a, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((std::max(sizes.tokens_q, sizes.tokens_k) + rows - 1) / rows);
   const auto heads = static_cast<unsigned>(sizes.heads + sizes.kv_heads);
   if (blocks == 0 || heads == 0) return cudaSuccess;
-  finish_kernel<Element><<<blocks * heads, kThreads, 0, stream>>>(a);
+  const std::int64_t grid = std::int64_t{blocks} * heads;
+  if (grid > INT32_MAX) return cudaErrorInvalidConfiguration;
+  finish_kernel<Element><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
