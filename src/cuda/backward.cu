@@ -111,9 +111,6 @@ int encode_maps(BackwardParameters& p) {
   return cudaSuccess;
 }
 
-/// What a block of this architecture may have of shared memory.
-constexpr std::size_t kMostShared = std::size_t{227} * 1024;
-
 template <class Traits>
 int launch(const BackwardArguments& arguments, cudaStream_t stream) {
   constexpr std::size_t kShared = sizeof(BackwardShared<Traits>);

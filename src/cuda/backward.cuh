@@ -1,4 +1,4 @@
-// The backward kernel's parts: what a block shares, the producer, the consumers.
+// The backward kernel's parts: what a block shares, the producer, the adder, the consumers.
 #pragma once
 
 #include <cuda.h>
@@ -131,7 +131,7 @@ struct BackwardShared {
     }
     for (int s = 0; s < Traits::kKeyStages; ++s) {
       keys_full[s].init(1);
-      keys_empty[s].init(kBackwardWarps + 1);  // And the warp that adds dQ up.
+      keys_empty[s].init(kBackwardWarps + 1);  // And the thread that adds dQ up.
     }
     for (int s = 0; s < Traits::kQueryStages; ++s) {
       queries_full[s].init(1);

@@ -160,10 +160,8 @@ class KeyConsumer {
     const QueryTile& of = shared.tiles[stage()];
     const Range range = work.range;
     constexpr float kSafe = 60.0F;
-    constexpr float kFar = 1e30F;
-    constexpr float kLightOctaves = 3.0F;
     const bool heavy = range.least > of.most - kLightOctaves;
-    const bool near = fabsf(p.logit_scale) * of.norm * range.key_norm < kFar;
+    const bool near = fabsf(p.logit_scale) * of.norm * range.key_norm < kPlainLogit;
     const bool safe = fabsf(range.least) <= kSafe && fabsf(range.most) <= kSafe;
     const int plain =
         static_cast<int>(of.irregular == 0) & static_cast<int>(heavy) & static_cast<int>(near) & static_cast<int>(safe);

@@ -73,9 +73,6 @@ __device__ void KeyConsumer<Traits>::differentiate(const Spot& spot) {
 template <class Traits>
 __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot& spot) {
   const KeyRows rows = this->rows();
-  constexpr float kFar = 1e30F;
-  constexpr float kLeastNormal = 0.015625F;
-  constexpr float kLightOctaves = 3.0F;
   constexpr auto kNone = static_cast<float>(-kE8m0Bias);
   const QueryTile& of = shared.tiles[stage()];
   const std::int32_t row =
@@ -99,7 +96,7 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot
         const float factor = of.factor[query] * rows.factor[r];
         const float logit = fmaf(w, factor, exponent);
         const float x =
-            fabsf(logit) > kFar ? held(logit, 1e38F) - record.base : fmaf(w, factor, exponent - record.base);
+            fabsf(logit) > kPlainLogit ? held(logit, 1e38F) - record.base : fmaf(w, factor, exponent - record.base);
         const float code = from_e4m3(to_e4m3(exp2_fast(x), 0.0F)).x;
         const bool light =
             (rows.exponent[r] <= kNone || rows.exponent[r] <= record.most - kLightOctaves) && code < kLeastNormal;

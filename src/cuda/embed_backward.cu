@@ -1,12 +1,10 @@
 // Backward of the recipes that BF16 holds: three kernels that each make logits and weights again from the same tables.
 // The first finds what a row's weights and dS are relative to, the second makes dQ by blocks of queries, the third dK
 // and dV by blocks of keys. No sum has two writers, so results do not depend on the order of blocks.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cuda/embed_gradients.cuh"
 #include "cuda/embed_prescale.cuh"
 #include "cuda/embed_products.cuh"
+#include "cuda/outputs.cuh"
 
 namespace mxflash::cuda {
 namespace {
@@ -204,14 +202,6 @@ struct Gradient {
   std::int32_t head = 0;
 };
 
-__device__ void put(DType dtype, void* out, std::int64_t index, float value) {
-  switch (dtype) {
-    case DType::bf16: static_cast<__nv_bfloat16*>(out)[index] = __float2bfloat16_rn(value); break;
-    case DType::f16: static_cast<__half*>(out)[index] = __float2half_rn(value); break;
-    default: static_cast<float*>(out)[index] = value;
-  }
-}
-
 __device__ void finish(const PairTile& tile, const Gradient& of) {
   __syncthreads();  // All sums are there, and squares are free.
   float* row = tile.square();
@@ -227,19 +217,6 @@ __device__ void finish(const PairTile& tile, const Gradient& of) {
     for (int d = tile.at.lane; d < of.dims; d += 32) put(tile.a.dtype, of.out, to + d, row[d] * factor);
     __syncwarp();
   }
-}
-
-/// All of the gradients: the offsets are malformed, and nothing is read through them.
-__device__ void write_nan_gradients(const EmbedBackwardArguments& a) {
-  const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
-  const auto fill = [&](void* out, std::int64_t tokens, std::int64_t heads, std::int64_t dims) {
-    for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < tokens * heads * dims; i += step) {
-      put(a.dtype, out, i, detail::float_of(detail::kNanBits));
-    }
-  };
-  fill(a.dq, a.sizes.tokens_q, a.sizes.heads, a.sizes.head_dim);
-  fill(a.dk, a.sizes.tokens_k, a.sizes.kv_heads, a.sizes.head_dim);
-  fill(a.dv, a.sizes.tokens_k, a.sizes.kv_heads, a.sizes.value_dim);
 }
 
 /// dQ of 128 queries of a head.
@@ -319,7 +296,7 @@ __device__ void add_key_gradients(const EmbedBackwardArguments& a, PairTile& til
 __global__ void __launch_bounds__(kPairThreads, 1) embed_keys_kernel(const __grid_constant__ EmbedBackwardArguments a) {
   extern __shared__ __align__(1024) std::uint8_t memory[];
   if (a.saved.control->status != 0) {
-    write_nan_gradients(a);
+    write_nan_gradients(a, a.sizes);
     return;
   }
   PairTile tile(a, *reinterpret_cast<PairShared*>(memory));

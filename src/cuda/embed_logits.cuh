@@ -3,6 +3,7 @@
 
 #include "cuda/documents.cuh"
 #include "cuda/embed.hpp"
+#include "cuda/range.cuh"
 #include "cuda/sm90.cuh"
 
 namespace mxflash::cuda {
@@ -12,9 +13,6 @@ inline constexpr int kGroup = 32;
 
 /// Logits are held here: of equal ones the difference is then 0.
 inline constexpr float kFarLogit = 1e38F;
-
-/// A key whose V has an exponent so far below the largest that a row sees may be light.
-inline constexpr float kLightOctaves = 3.0F;
 
 /// Tiles that a block of 32 queries sees whole: those whose first key is within [first, last].
 struct WholeTiles {

@@ -74,18 +74,10 @@ __device__ void store(const float (&x)[kOwn], float* to) {
   *reinterpret_cast<float4*>(to + 4) = {x[4], x[5], x[6], x[7]};
 }
 
-/// Nothing is read where offsets are malformed.
-__device__ void write_all_nan(const FinishArguments& a) {
-  const Sizes& sizes = a.sizes.forward;
-  write_nan(a.dq, std::int64_t{sizes.tokens_q} * sizes.heads * sizes.head_dim, a.dtype);
-  write_nan(a.dk, std::int64_t{sizes.tokens_k} * sizes.kv_heads * sizes.head_dim, a.dtype);
-  write_nan(a.dv, std::int64_t{sizes.tokens_k} * sizes.kv_heads * sizes.value_dim, a.dtype);
-}
-
 template <class Element>
 __global__ void __launch_bounds__(kThreads) finish_kernel(const FinishArguments a) {
   if (a.saved.control->status != 0) {
-    write_all_nan(a);
+    write_nan_gradients(a, a.sizes.forward);
     return;
   }
   const auto lanes = static_cast<unsigned>(a.sizes.dims / kOwn);  // Of a row.

@@ -87,9 +87,6 @@ int encode_scales(const Sizes& sizes, const Workspace& work, std::uint32_t keys,
   return encode(map, box);
 }
 
-/// What a block of this architecture may have of shared memory.
-constexpr std::size_t kMostShared = std::size_t{227} * 1024;
-
 template <class Traits>
 int launch(const ForwardArguments& arguments, cudaStream_t stream) {
   static_assert(sizeof(ForwardShared<Traits>) <= kMostShared);

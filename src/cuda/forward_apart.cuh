@@ -45,7 +45,6 @@ __device__ void Consumer<Traits>::count_apart(const Work& work, const Held& at, 
 
 template <class Traits>
 __device__ void Consumer<Traits>::add_apart(const Work& work, const KeyScale& key, float x, const RowAt& row_at) {
-  constexpr float kLeastNormal = 0.015625F;
   constexpr auto kNone = static_cast<float>(-kE8m0Bias);
   const int r = row_at.r;
   if (key.value_exponent == kPoisonedValue) kept(Kept::poisoned, r) = 1.0F;

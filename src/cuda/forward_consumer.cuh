@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/forward.cuh"
+#include "cuda/range.cuh"
 
 namespace mxflash::cuda {
 
@@ -83,7 +84,6 @@ class Consumer {
  private:
   static constexpr std::size_t kScores = Traits::kKeys / 2;  // Registers of a thread.
   static constexpr std::size_t kCodes = kScores / 4;
-  static constexpr float kLightOctaves = 3.0F;
   /// No logit that weigh_plain takes is further from its base, or else its weight is 0.
   static constexpr float kNear = 118.0F;
   /// The largest code but for NaN, which a weight of 432 has: then the reference must rise. Until then it may stay

@@ -88,7 +88,6 @@ __device__ float Consumer<Traits>::largest_of_row(float x) {
 
 template <class Traits>
 __device__ void Consumer<Traits>::weigh_held(const Work& work, const Held& at) {
-  constexpr float kFar = 1e30F;
   const Spans seen = spans();
   float most[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -98,8 +97,8 @@ __device__ void Consumer<Traits>::weigh_held(const Work& work, const Held& at) {
     const float exponent = fmaxf(key.value_exponent, static_cast<float>(-kE8m0Bias));
     const float factor = state.factor[r] * key.factor;
     const float logit = fmaf(scores[i], factor, exponent);
-    const float x =
-        fabsf(logit) > kFar ? held(logit, 1e38F) - state.base[r] : fmaf(scores[i], factor, exponent - state.base[r]);
+    const float x = fabsf(logit) > kPlainLogit ? held(logit, 1e38F) - state.base[r]
+                                               : fmaf(scores[i], factor, exponent - state.base[r]);
     scores[i] = seen.sees(r, at.first + key_of(i)) ? x : -INFINITY;
     most[r] = fmaxf(most[r], scores[i]);
   }

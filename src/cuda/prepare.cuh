@@ -319,9 +319,8 @@ class DoutTile {
     numbers.offset = delta * dout.inverse;
     numbers.scale = poisoned ? 0.0F : query.factor;
     constexpr float kSafe = 60.0F;  // As far_off.
-    constexpr float kSafeBase = 1e30F;
     const bool far = fabsf(row.unit) > kSafe || fabsf(static_cast<float>(dout.exponent)) > kSafe ||
-                     fabsf(row.base) > kSafeBase || a.scale == 0 || far_off(a.scale) || far_off(numbers.slope) ||
+                     fabsf(row.base) > kPlainLogit || a.scale == 0 || far_off(a.scale) || far_off(numbers.slope) ||
                      far_off(numbers.offset);
     irregular_ |= far && !poisoned && !dout.poisoned;
     return numbers;

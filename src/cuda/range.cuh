@@ -6,6 +6,14 @@
 
 namespace mxflash::cuda {
 
+// Where forward and backward must decide alike, or weights would not be the same again.
+/// A key whose V is so many octaves below the largest may be light.
+inline constexpr float kLightOctaves = 3.0F;
+/// Of E4M3: a light key has a code below it.
+inline constexpr float kLeastNormal = 0.015625F;
+/// Logits beyond are held before a base is taken from them.
+inline constexpr float kPlainLogit = 1e30F;
+
 /// Of no keys.
 __device__ inline Range empty_range() { return {INFINITY, -INFINITY, 0, 0}; }
 

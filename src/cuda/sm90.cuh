@@ -19,6 +19,8 @@ using Barrier = cutlass::arch::ClusterTransactionBarrier;
 using ScaleOut = cute::SM90::GMMA::ScaleOut;
 
 inline constexpr int kWarpgroup = 128;
+/// What a block may have of shared memory.
+inline constexpr std::size_t kMostShared = std::size_t{227} * 1024;
 
 /// Of rows that lie along the contraction and are as wide as the swizzle: `kRowBytes` is 128 or 64, eight rows a group.
 /// A step of 32 bytes along the contraction adds 2.
