@@ -214,19 +214,21 @@ Status measure_backward(const Settings& settings, const Recipe& recipe, const Wo
   const Result<cuda::BackwardLaunches> launches = cuda::prepare_backward(back, recipe, *execution);
   if (!launches) return launches.error();
   if (Status status = cuda::forward(call, recipe, *saved); !status) return status;
+  constexpr auto kSquare = cuda::ScoreScale::square;
+  constexpr auto kQuery = cuda::ScoreScale::query;
   // Every backward uses up the work list and what `prepare` has found.
   const auto list = [&] { return cuda::launch_key_schedule(launches->schedule, nullptr); };
   const auto prepare = [&] { return cuda::launch_prepare(launches->prepare, nullptr); };
-  const auto backward = [&](bool deterministic, bool exact_queries) {
+  const auto backward = [&](bool deterministic, cuda::ScoreScale ds_scale) {
     cuda::BackwardArguments arguments = launches->backward;
     arguments.deterministic = deterministic;
-    arguments.exact_queries = exact_queries;
+    arguments.ds_scale = ds_scale;
     return [arguments] { return cuda::launch_backward(arguments, nullptr); };
   };
   const Result<std::vector<Samples>> samples = time_steps(
       settings, [&] { return cuda::launch_schedule(forward->schedule, nullptr); },  // Its counters are used up.
-      [&] { return cuda::launch_forward(forward->forward, nullptr); }, list, prepare, backward(false, false), list,
-      prepare, backward(true, false), list, prepare, backward(false, true), list, prepare, backward(true, true),
+      [&] { return cuda::launch_forward(forward->forward, nullptr); }, list, prepare, backward(false, kSquare), list,
+      prepare, backward(true, kSquare), list, prepare, backward(false, kQuery), list, prepare, backward(true, kQuery),
       [&] { return cuda::launch_finish(launches->finish, nullptr); });
   if (!samples) return samples.error();
   if (Status status = cuda::check(*execution); !status) return status;

@@ -143,6 +143,9 @@ struct PrepareArguments {
 
 int launch_prepare(const PrepareArguments& arguments, void* stream);
 
+/// What shares a scale of dS on its way to dQ: 32 queries and a tile's keys, or a query and these.
+enum class ScoreScale : std::uint8_t { square, query };
+
 struct BackwardArguments {
   BackwardSizes sizes;
   Band band;
@@ -150,9 +153,9 @@ struct BackwardArguments {
   BackwardWorkspace workspace;
   float logit_scale = 0;
   float scale = 0;
-  std::int32_t blocks = 0;     ///< At most so many, which scratch has room for: one a processor.
-  bool deterministic = true;   ///< dQ's sums in the order of the keys.
-  bool exact_queries = false;  ///< dS scaled per query, not per 32 of them (DqScales of the recipe).
+  std::int32_t blocks = 0;    ///< At most so many, which scratch has room for: one a processor.
+  bool deterministic = true;  ///< dQ's sums in the order of the keys.
+  ScoreScale ds_scale = ScoreScale::square;
   DType dtype = DType::bf16;
   void* dv = nullptr;  ///< [tokens_k, kv_heads, value_dim]
 };

@@ -142,9 +142,9 @@ class KeyConsumer {
   /// dS to the operands of both its products.
   __device__ void encode(float (&scale)[2]) {
     encode_for_keys();
-    if (p.exact_queries) share_by_query();
+    if (p.ds_scale == ScoreScale::query) share_by_query();
     meet();
-    if (p.exact_queries) {
+    if (p.ds_scale == ScoreScale::query) {
       encode_by_query(scale);
     } else {
       encode_by_square(scale);

@@ -204,7 +204,7 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
   const Common common = common_of(call, recipe, *forward);
   const TensorView& dout = *call.forward.inputs.dout;
   const TensorView dlse = call.forward.inputs.dlse.value_or(TensorView{});
-  const bool exact_queries = recipe.dq.weights.block != Block::square32();
+  const ScoreScale ds_scale = recipe.dq.weights.block == Block::square32() ? ScoreScale::square : ScoreScale::query;
   const Gradients& out = call.gradients;
   launches.schedule = {sizes, common.offsets, common.band, saved, work};
   launches.prepare = {sizes,
@@ -226,7 +226,7 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
                        common.scale,
                        static_cast<std::int32_t>(*processors),
                        call.deterministic,
-                       exact_queries,
+                       ds_scale,
                        dout.dtype,
                        out.dv};
   launches.finish = {sizes, saved, work, common.rotation_shift, dout.dtype, out.dq, out.dk, out.dv};
