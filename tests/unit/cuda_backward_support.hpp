@@ -210,8 +210,8 @@ class BackwardDeviceCase {
  public:
   BackwardDeviceCase(const Case& c, const Offsets& offsets, std::uint8_t fill = 0xA5)
       : forward(c, offsets, fill),
-        dout_(uploaded(c.dout)),
-        dlse_(uploaded(c.dlse ? *c.dlse : Tensor::zeros(DType::f32, {0, 1, 1}))),
+        dout_(uploaded(c.dout.data)),
+        dlse_(uploaded(c.dlse ? c.dlse->data : Bytes{})),
         result_{zeros_like(c.q), zeros_like(c.k), zeros_like(c.v), {}, {}},
         dq_(result_.dq.data.size(), fill),
         dk_(result_.dk.data.size(), fill),
@@ -269,16 +269,6 @@ class BackwardDeviceCase {
   }
 
  private:
-  static cuda::DeviceMemory uploaded(const Tensor& tensor) {
-    Result<cuda::DeviceMemory> memory = cuda::upload(tensor.data, "a test");
-    EXPECT_TRUE(memory.ok()) << (memory.ok() ? "" : memory.error().message);
-    return memory.ok() ? *std::move(memory) : cuda::DeviceMemory{};
-  }
-  static TensorView on_device(const Tensor& tensor, const cuda::DeviceMemory& memory) {
-    TensorView of = view(tensor);
-    of.data = memory.get();
-    return of;
-  }
   static Tensor zeros_like(const Tensor& tensor) { return Tensor::zeros(tensor.dtype, tensor.shape); }
 
  public:

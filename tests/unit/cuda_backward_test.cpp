@@ -30,15 +30,6 @@ Packing mixed_packing() {
                      {0, 0}});
 }
 
-struct Dims {
-  std::int64_t head = 0;
-  std::int64_t value = 0;
-};
-
-std::string name_of_sizes(const test::Sizes& sizes) {
-  return fmt::format("heads {}/{} dims {}/{}", sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.value_dim);
-}
-
 std::string name_of_mask(const Mask& mask) { return fmt::format("window ({}, {})", mask.left, mask.right); }
 
 /// As far from float64 as the reference, and hardly further: the reference differs from it by what quantization does.
@@ -72,21 +63,22 @@ TEST_F(CudaBackward, NearTheTruthAsTheReferenceIs) {
 
 TEST_F(CudaBackward, C10_HeadDimsAndTypes) {
   for (const Recipe& recipe : test::backward_recipes()) {
-    for (const Dims& dims : {Dims{64, 64},
-                             {128, 128},
-                             {16, 16},
-                             {40, 72},
-                             {96, 96},
-                             {192, 128},
-                             {64, 256},
-                             {256, 256},
-                             {8, 8},
-                             {120, 104},
-                             {128, 64}}) {
+    for (const test::Dims& dims : {test::Dims{64, 64},
+                                   {128, 128},
+                                   {16, 16},
+                                   {40, 72},
+                                   {96, 96},
+                                   {192, 128},
+                                   {64, 256},
+                                   {256, 256},
+                                   {8, 8},
+                                   {120, 104},
+                                   {128, 64}}) {
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
         const test::Sizes sizes{2, 2, dims.head, dims.value};
         const Case c = test::random_case(mixed_packing(), sizes, dtype, 11);
-        test::expect_gradients_like_reference(c, recipe, fmt::format("{} {}", name_of_sizes(sizes), name_of(dtype)));
+        test::expect_gradients_like_reference(c, recipe,
+                                              fmt::format("{} {}", test::name_of_sizes(sizes), name_of(dtype)));
       }
     }
   }
@@ -98,7 +90,7 @@ TEST_F(CudaBackward, C5_C7_C8_Masks) {
                              Mask::window(-5, 20),  Mask::window(7, -8),   Mask::window(3, Mask::unbounded),
                              {Mask::unbounded, -3}, {Mask::unbounded, 33}, {130, 129}};
   for (const Recipe& recipe : test::backward_recipes()) {
-    for (const Dims& dims : {Dims{64, 64}, {128, 128}}) {
+    for (const test::Dims& dims : {test::Dims{64, 64}, {128, 128}}) {
       for (const Mask& mask : kMasks) {
         Case c = test::random_case(mixed_packing(), {2, 1, dims.head, dims.value}, DType::bf16, 7);
         c.problem.mask = mask;
@@ -114,7 +106,7 @@ TEST_F(CudaBackward, C11_GroupsOfHeads) {
     for (const auto& [heads, kv_heads] : {std::pair{1, 1}, {4, 1}, {6, 2}, {3, 3}, {8, 2}, {33, 11}}) {
       const test::Sizes sizes{heads, kv_heads, 64, 64};
       Case c = test::random_case(test::pack({{70, 70}, {33, 97}, {140, 9}}), sizes, DType::bf16, 5);
-      test::expect_gradients_like_reference(c, recipe, name_of_sizes(sizes));
+      test::expect_gradients_like_reference(c, recipe, test::name_of_sizes(sizes));
     }
   }
 }

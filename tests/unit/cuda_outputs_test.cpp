@@ -33,16 +33,8 @@ Packing mixed_packing() {
                      {0, 0}});
 }
 
-std::string name_of_sizes(const test::Sizes& sizes) {
-  return fmt::format("heads {}/{} dims {}/{}", sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.value_dim);
-}
-
-struct Dims {
-  std::int64_t head = 0;
-  std::int64_t value = 0;
-};
-constexpr Dims kDims[] = {{64, 64},   {128, 128}, {16, 16}, {40, 72},  {96, 96},
-                          {192, 128}, {256, 256}, {8, 8},   {120, 104}};
+constexpr test::Dims kDims[] = {{64, 64},   {128, 128}, {16, 16}, {40, 72},  {96, 96},
+                                {192, 128}, {256, 256}, {8, 8},   {120, 104}};
 constexpr Mask kMasks[] = {Mask::causal(),        Mask::full(),          Mask::window(40, 0),
                            Mask::window(7, 50),   Mask::window(0, 0),    Mask::window(200, -8),
                            Mask::window(-5, 20),  Mask::window(7, -8),   Mask::window(3, Mask::unbounded),
@@ -51,12 +43,12 @@ constexpr Mask kMasks[] = {Mask::causal(),        Mask::full(),          Mask::w
 TEST_F(CudaOutputs, C10_HeadDimsAndTypes) {
   const Packing packing = mixed_packing();
   for (const Recipe& recipe : test::device_recipes()) {
-    for (const Dims& dims : kDims) {
+    for (const test::Dims& dims : kDims) {
       if (!test::runs_at(recipe, dims.head)) continue;
       for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
         const test::Sizes sizes{2, 2, dims.head, dims.value};
         const Case c = test::random_case(packing, sizes, dtype, 11);
-        test::expect_like_reference(c, recipe, fmt::format("{} {}", name_of_sizes(sizes), name_of(dtype)));
+        test::expect_like_reference(c, recipe, fmt::format("{} {}", test::name_of_sizes(sizes), name_of(dtype)));
       }
     }
   }
@@ -65,7 +57,7 @@ TEST_F(CudaOutputs, C10_HeadDimsAndTypes) {
 TEST_F(CudaOutputs, C5_C7_C8_Masks) {
   const Packing packing = mixed_packing();
   for (const Recipe& recipe : test::device_recipes()) {
-    for (const Dims& dims : {Dims{64, 64}, {128, 128}, {64, 128}}) {
+    for (const test::Dims& dims : {test::Dims{64, 64}, {128, 128}, {64, 128}}) {
       for (const Mask& mask : kMasks) {
         Case c = test::random_case(packing, {2, 1, dims.head, dims.value}, DType::bf16, 7);
         c.problem.mask = mask;
@@ -112,7 +104,7 @@ std::vector<Recipe> other_recipes() {
 TEST_F(CudaOutputs, RecipesOfOnesOwn) {
   for (const Recipe& recipe : other_recipes()) {
     ASSERT_TRUE(cuda::supports(recipe).ok()) << recipe.name;
-    for (const Dims& dims : {Dims{64, 64}, {128, 128}, {256, 256}, {32, 72}}) {
+    for (const test::Dims& dims : {test::Dims{64, 64}, {128, 128}, {256, 256}, {32, 72}}) {
       for (const Mask& mask : {Mask::causal(), Mask::full(), Mask::window(40, 0), Mask::window(7, 50)}) {
         Case c = test::random_case(mixed_packing(), {2, 1, dims.head, dims.value}, DType::bf16, 51);
         c.problem.mask = mask;
@@ -128,7 +120,7 @@ TEST_F(CudaOutputs, C11_GroupsOfHeads) {
     for (const auto& [heads, kv_heads] : {std::pair{1, 1}, {4, 1}, {6, 2}, {3, 3}, {8, 2}, {33, 11}}) {
       const test::Sizes sizes{heads, kv_heads, 64, 64};
       Case c = test::random_case(test::pack({{70, 70}, {33, 97}, {140, 9}}), sizes, DType::bf16, 5);
-      test::expect_like_reference(c, recipe, name_of_sizes(sizes));
+      test::expect_like_reference(c, recipe, test::name_of_sizes(sizes));
       if (recipe.row_sum == RowSum::unquantized) continue;  // Its rows do not add up to 1.
       // A constant V a head shows which head a query reads; O is that constant, up to a step of its format.
       for (std::int64_t token = 0; token < c.v.shape[0]; ++token) {
@@ -145,7 +137,7 @@ TEST_F(CudaOutputs, C11_GroupsOfHeads) {
         want.set(i, std::ldexp(1.0F, static_cast<int>(kv_head)));
       }
       EXPECT_TRUE(test::within(got.o, want, [&](std::int64_t i) { return 0x1p-4 * want.at(i); }))
-          << recipe.name << " " << name_of_sizes(sizes);
+          << recipe.name << " " << test::name_of_sizes(sizes);
     }
   }
 }
@@ -158,7 +150,7 @@ TEST_F(CudaOutputs, C9_EveryPairOfLengths) {
     for (const std::int32_t k : kLengths) lengths.push_back({q, k});
   }
   for (const Recipe& recipe : test::device_recipes()) {
-    for (const Dims& dims : {Dims{64, 64}, {128, 128}}) {
+    for (const test::Dims& dims : {test::Dims{64, 64}, {128, 128}}) {
       for (const Mask& mask : {Mask::causal(), Mask::full(), Mask::window(3, -1), Mask::window(0, 33)}) {
         Case c = test::random_case(test::pack(lengths), {1, 1, dims.head, dims.value}, DType::bf16, 23);
         c.problem.mask = mask;
@@ -171,7 +163,7 @@ TEST_F(CudaOutputs, C9_EveryPairOfLengths) {
 
 TEST_F(CudaOutputs, C9_LongDocuments) {
   for (const Recipe& recipe : test::device_recipes()) {
-    for (const Dims& dims : {Dims{64, 64}, {128, 128}}) {
+    for (const test::Dims& dims : {test::Dims{64, 64}, {128, 128}}) {
       Case c = test::random_case(test::pack({{2081, 2081}, {1023, 1025}, {1, 4100}}), {2, 1, dims.head, dims.value},
                                  DType::bf16, 29);
       test::expect_like_reference(c, recipe, fmt::format("long, dims {}", dims.head));

@@ -29,6 +29,15 @@ class OnDevice : public testing::Test {
   }
 };
 
+struct Dims {
+  std::int64_t head = 0;
+  std::int64_t value = 0;
+};
+
+inline std::string name_of_sizes(const Sizes& sizes) {
+  return fmt::format("heads {}/{} dims {}/{}", sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.value_dim);
+}
+
 /// What the engine claims to run, the default among it. MXFLASH_TEST_RECIPE: that one alone, where time is short.
 inline std::vector<Recipe> device_recipes() {
   std::vector<Recipe> all;
@@ -247,6 +256,17 @@ inline Offsets offsets_of(const Packing& packing) {
   return offsets;
 }
 
+inline cuda::DeviceMemory uploaded(std::span<const std::byte> bytes) {
+  Result<cuda::DeviceMemory> memory = cuda::upload(bytes, "a test");
+  EXPECT_TRUE(memory.ok()) << (memory.ok() ? "" : memory.error().message);
+  return memory.ok() ? *std::move(memory) : cuda::DeviceMemory{};
+}
+inline TensorView on_device(const Tensor& tensor, const cuda::DeviceMemory& memory) {
+  TensorView of = view(tensor);
+  of.data = memory.get();
+  return of;
+}
+
 /// One call through the interface on device pointers, every buffer of which is guarded; outputs and workspace hold
 /// `fill` before it.
 class DeviceCase {
@@ -304,17 +324,6 @@ class DeviceCase {
   }
 
  private:
-  static cuda::DeviceMemory uploaded(std::span<const std::byte> bytes) {
-    Result<cuda::DeviceMemory> memory = cuda::upload(bytes, "a test");
-    EXPECT_TRUE(memory.ok()) << (memory.ok() ? "" : memory.error().message);
-    return memory.ok() ? *std::move(memory) : cuda::DeviceMemory{};
-  }
-  static TensorView on_device(const Tensor& tensor, const cuda::DeviceMemory& memory) {
-    TensorView of = view(tensor);
-    of.data = memory.get();
-    return of;
-  }
-
   cuda::DeviceMemory q_, k_, v_, offsets_q_, offsets_k_;
   ForwardResult result_;
   Guarded o_, lse_;
