@@ -1,4 +1,5 @@
-// What the keys of a tile have in common: how lanes and tiles are taken together, and the unit that follows from it.
+// What the keys of a tile have in common: how lanes and tiles are taken together, the unit that follows from it, and
+// the limits on which forward and backward decide alike.
 #pragma once
 
 #include "cuda/layout.hpp"
