@@ -2,6 +2,7 @@
 // numbers, zero tokens, outliers, a token that draws most of the weight.
 #include <limits>
 
+#include "unit/cuda_running_support.hpp"
 #include "unit/cuda_support.hpp"
 
 namespace mxflash {
@@ -169,19 +170,59 @@ TEST_F(CudaValues, C15_TokensOfZeros) {
 }
 
 /// The first token has most of the weight and next to no V: the other keys, with little weight, make up O.
+Case with_sink(float height, float v) {
+  Case c = test::random_case(test::pack_self({300, 40}), {2, 1, 64, 64}, DType::f32, 23);
+  for (std::int64_t i = 0; i < c.q.elements(); ++i) c.q.set(i, c.q.at(i) + 1);
+  for (const std::int64_t first : {0, 300}) {
+    test::set_row(c.k, first, 0, height);
+    scale_token(c.v, first, v);
+  }
+  return c;
+}
+constexpr float kSinkHeights[] = {0.5F, 1.0F, 2.0F};
+constexpr float kSinkValues[] = {0x1p-4F, 0x1p-10F, 0.0F};
+
+/// Where V's scale is that of 32 tokens, the sink's weight does not show that it has no V: at height 2 the others are
+/// 2^-17 of it and less, at the bottom of what P's codes hold, and all of O. FP8 products are compared with what their
+/// running reference keeps of them; how far that is from the reference engine is the next test's.
 TEST_F(CudaValues, AttentionSink) {
   for (const Recipe& recipe : test::device_recipes()) {
-    for (const float height : {0.5F, 1.0F, 2.0F}) {
-      for (const float v : {0x1p-4F, 0x1p-10F, 0.0F}) {
-        Case c = test::random_case(test::pack_self({300, 40}), {2, 1, 64, 64}, DType::f32, 23);
-        for (std::int64_t i = 0; i < c.q.elements(); ++i) c.q.set(i, c.q.at(i) + 1);
-        for (const std::int64_t first : {0, 300}) {
-          test::set_row(c.k, first, 0, height);
-          scale_token(c.v, first, v);
-        }
-        test::expect_like_reference(c, recipe, fmt::format("a sink of height {} with V times {}", height, v));
+    for (const float height : kSinkHeights) {
+      for (const float v : kSinkValues) {
+        const Case c = with_sink(height, v);
+        const ForwardResult want = test::multiplies_fp8(recipe)
+                                       ? test::running_forward(c, recipe).outputs
+                                       : test::forward(c, recipe, test::on_engine("reference"));
+        test::expect_outputs_like(test::device_forward(c, recipe), want, c, recipe,
+                                  fmt::format("of {}, a sink of height {} with V times {}", recipe.name, height, v));
       }
     }
+  }
+}
+
+/// The bound of numerics.md, section 6, on what a running reference keeps and the reference engine flushes. Needs no
+/// device.
+TEST(CudaRunningReference, KeepsWhatTheDocumentsSay) {
+  for (const std::string_view name : {"mxfp8", "mxfp8-tokenblock"}) {
+    const Recipe recipe = test::recipe_named(name);
+    for (const float height : kSinkHeights) {
+      for (const float v : kSinkValues) {
+        const Case c = with_sink(height, v);
+        const test::Running got = test::running_forward(c, recipe);
+        const ForwardResult want = test::forward(c, recipe, test::on_engine("reference"));
+        const std::string where = fmt::format("{}, a sink of height {} with V times {}", name, height, v);
+        const auto bound = [&](std::int64_t i) {
+          return static_cast<double>(got.slack.at(i)) + 0x1p-22 * std::fabs(static_cast<double>(want.o.at(i)));
+        };
+        EXPECT_TRUE(test::within(got.outputs.o, want.o, bound)) << "o of " << where;
+        test::expect_lse_like(got.outputs.lse, want.lse, recipe, where);
+      }
+    }
+    // Of usual rows nothing to speak of: every other test compares with the reference engine itself.
+    const Case usual = test::random_case(test::pack_self({300, 40}), {2, 1, 64, 64}, DType::f32, 23);
+    EXPECT_LE(test::relative_l2(test::running_forward(usual, recipe).outputs.o,
+                                test::forward(usual, recipe, test::on_engine("reference")).o),
+              1e-5);
   }
 }
 
