@@ -10,7 +10,7 @@ namespace {
 using test::Case;
 using test::rows_of;
 
-class CudaBackwardBits : public test::OnDevice {};
+class CudaBackwardBits : public test::BackwardOnDevice {};
 
 /// One document's rows as a problem of its own.
 Case document_of(const Case& c, const Document& document) {

@@ -13,7 +13,7 @@ using test::BackwardDeviceCase;
 using test::Case;
 using test::Offsets;
 
-class CudaBackwardDevice : public test::OnDevice {};
+class CudaBackwardDevice : public test::BackwardOnDevice {};
 
 Case device_case(DType dtype = DType::bf16, std::int64_t dims = 64) {
   return test::with_dlse(test::random_case(test::pack({{40, 40}, {0, 3}, {129, 200}, {1, 1}, {4, 0}, {33, 31}}),

@@ -9,7 +9,7 @@ namespace {
 
 using test::Case;
 
-class CudaBackwardNan : public test::OnDevice {};
+class CudaBackwardNan : public test::BackwardOnDevice {};
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();

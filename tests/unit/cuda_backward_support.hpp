@@ -21,6 +21,26 @@ inline std::vector<Recipe> backward_recipes() {
   return all;
 }
 
+/// Whether the recipe that MXFLASH_TEST_RECIPE asks for has a backward; the error says why not. A name of no recipe is
+/// left to backward_recipes, which fails.
+inline Status asked_for_backward() {
+  const char* one = std::getenv("MXFLASH_TEST_RECIPE");
+  if (one == nullptr) return {};
+  const std::vector<Recipe> all = every_recipe();
+  const auto found = std::ranges::find_if(all, [&](const Recipe& recipe) { return recipe.name == one; });
+  return found == all.end() ? Status{} : cuda::supports_backward(*found);
+}
+
+/// Skips too where MXFLASH_TEST_RECIPE leaves no recipe that has a backward.
+class BackwardOnDevice : public OnDevice {
+ protected:
+  void SetUp() override {
+    OnDevice::SetUp();
+    if (IsSkipped()) return;
+    if (const Status status = asked_for_backward(); !status.ok()) GTEST_SKIP() << status.error().message;
+  }
+};
+
 inline BackwardResult device_backward(const Case& c, const Recipe& recipe) {
   return backward(c, recipe, on_engine("cuda"));
 }

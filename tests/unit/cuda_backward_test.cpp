@@ -6,7 +6,7 @@ namespace {
 
 using test::Case;
 
-class CudaBackward : public test::OnDevice {};
+class CudaBackward : public test::BackwardOnDevice {};
 
 /// As in cuda_outputs_test.cpp.
 Packing mixed_packing() {
