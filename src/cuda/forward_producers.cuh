@@ -22,11 +22,8 @@ class Taker {
 #pragma unroll
         for (int i = 0; i < kTileRows / 32; ++i) shared.query_scales[slot.stage()][lane + 32 * i] = scales[i];
       }
-      __syncwarp();
-      if (lane == 0) {
-        shared.work[slot.stage()] = work;
-        shared.work_full[slot.stage()].arrive();
-      }
+      if (lane == 0) shared.work[slot.stage()] = work;
+      shared.work_full[slot.stage()].arrive();  // Every lane, for what it wrote itself: racecheck follows no other.
       __syncwarp();
       slot.template advance<kWorkStages>();
       if (work.head < 0) return;
