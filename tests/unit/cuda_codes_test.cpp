@@ -6,8 +6,8 @@
 #include "cuda/embed_plan.hpp"
 #include "cuda/plan.hpp"
 #include "mxflash/quantize.hpp"
-#include "mxflash/safetensors.hpp"
 #include "mxflash/schedule.hpp"
+#include "unit/capture_support.hpp"
 #include "unit/cuda_support.hpp"
 
 namespace mxflash {
@@ -294,18 +294,10 @@ TEST_F(CudaCodes, ScalesOf32TokensStayInTheirBlock) {
   }
 }
 
-TEST_F(CudaCodes, OfARealLayer) {
-  const auto file = read_safetensors(std::string(MXFLASH_EXAMPLES) + "/gpt_small_l3.safetensors");
-  ASSERT_TRUE(file.ok()) << file.error().message;
-  Case c;
-  c.q = file->tensors.at("q");
-  c.k = file->tensors.at("k");
-  c.v = file->tensors.at("v");
-  const Tensor& offsets = file->tensors.at("cu_seqlens");
-  const Result<Packing> packing = Packing::from_tensors(offsets, offsets, c.q.shape[0], c.k.shape[0]);
-  ASSERT_TRUE(packing.ok());
-  c.problem.packing = *packing;
-  for (const Recipe& recipe : test::device_recipes()) expect_codes(c, recipe, "of the capture");
+TEST_F(CudaCodes, OfRealLayers) {
+  for (const test::Capture& capture : test::captures()) {
+    for (const Recipe& recipe : test::device_recipes()) expect_codes(capture.c, recipe, "of " + capture.name);
+  }
 }
 
 // ---- What the host makes of a recipe; these run without a device ----

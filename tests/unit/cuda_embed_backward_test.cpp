@@ -5,6 +5,7 @@
 #include "cuda/embed_plan.hpp"
 #include "mxflash/quantize.hpp"
 #include "quantize/scales.hpp"
+#include "unit/capture_support.hpp"
 #include "unit/cuda_backward_support.hpp"
 
 namespace mxflash {
@@ -291,8 +292,39 @@ void expect_table(const Expected& of, const Case& c, const std::string& where) {
   }
 }
 
-TEST_F(CudaEmbedBackward, TablesBitForBit) {
+/// Of all operands of the backward.
+void expect_tables(const Case& c, const Recipe& recipe, const std::string& where) {
   constexpr std::uint64_t kSeed = 77;
+  test::BackwardDeviceCase device(c, test::offsets_of(c.problem.packing));
+  device.reserve(recipe);
+  device.call.seed = kSeed;
+  ASSERT_TRUE(device.run(recipe).ok());
+  ASSERT_TRUE(device.check().ok());
+  const Result<cuda::BackwardLaunches> launches = cuda::prepare_backward(device.call, recipe, device.execution);
+  ASSERT_TRUE(launches.ok() && launches->embedded) << recipe.name;
+  const cuda::GradientTables& tables = launches->embedded->backward.tables;
+  const cuda::Sizes& sizes = launches->embedded->backward.sizes;
+  const std::int64_t values = std::int64_t{sizes.value_parts} * sizes.value_dims;
+  const bool rotated = recipe.hadamard == Hadamard::at_128;
+  const auto options = [&](const Operand& operand, Side side, bool hadamard, Stream stream) {
+    return QuantizeOptions{operand, side, hadamard, kSeed, static_cast<std::uint64_t>(stream)};
+  };
+  std::vector<Expected> expected = {
+      {"do in dp", &c.dout, options(recipe.dp.left, Side::query, false, Stream::dout_dp), tables.dout_rows, values,
+       true},
+      {"v in dp", &c.v, options(recipe.dp.right, Side::key, false, Stream::v_dp), tables.value_rows, values, true},
+      {"do in dv", &c.dout, options(recipe.dv.tokens, Side::query, false, Stream::dout_dv), tables.dout, values},
+      {"k in dq", &c.k, options(recipe.dq.tokens, Side::key, rotated, Stream::k_dq), tables.keys[cuda::kWholeTiles],
+       sizes.key_dims},
+      {"q in dk", &c.q, options(recipe.dk.tokens, Side::query, rotated, Stream::q_dk), tables.queries, sizes.key_dims}};
+  if (recipe.dq.cut) {
+    expected.push_back({"cut k in dq", &c.k, options(recipe.dq.cut->tokens, Side::key, rotated, Stream::k_dq),
+                        tables.keys[cuda::kCutTiles], sizes.key_dims});
+  }
+  for (const Expected& of : expected) expect_table(of, c, fmt::format("{}, {}", recipe.name, where));
+}
+
+TEST_F(CudaEmbedBackward, TablesBitForBit) {
   std::vector<Recipe> all = embedded_recipes();
   for (Recipe& recipe : recipes_of_ones_own()) all.push_back(std::move(recipe));
   for (const Recipe& recipe : all) {
@@ -305,34 +337,13 @@ TEST_F(CudaEmbedBackward, TablesBitForBit) {
       test::set_row(*tensor, 40, 1, NAN);
       test::set_row(*tensor, 60, 0, 0.0F);
     }
-    test::BackwardDeviceCase device(c, test::offsets_of(c.problem.packing));
-    device.reserve(recipe);
-    device.call.seed = kSeed;
-    ASSERT_TRUE(device.run(recipe).ok());
-    ASSERT_TRUE(device.check().ok());
-    const Result<cuda::BackwardLaunches> launches = cuda::prepare_backward(device.call, recipe, device.execution);
-    ASSERT_TRUE(launches.ok() && launches->embedded) << recipe.name;
-    const cuda::GradientTables& tables = launches->embedded->backward.tables;
-    const cuda::Sizes& sizes = launches->embedded->backward.sizes;
-    const std::int64_t values = std::int64_t{sizes.value_parts} * sizes.value_dims;
-    const bool rotated = recipe.hadamard == Hadamard::at_128;
-    const auto options = [&](const Operand& operand, Side side, bool hadamard, Stream stream) {
-      return QuantizeOptions{operand, side, hadamard, kSeed, static_cast<std::uint64_t>(stream)};
-    };
-    std::vector<Expected> expected = {
-        {"do in dp", &c.dout, options(recipe.dp.left, Side::query, false, Stream::dout_dp), tables.dout_rows, values,
-         true},
-        {"v in dp", &c.v, options(recipe.dp.right, Side::key, false, Stream::v_dp), tables.value_rows, values, true},
-        {"do in dv", &c.dout, options(recipe.dv.tokens, Side::query, false, Stream::dout_dv), tables.dout, values},
-        {"k in dq", &c.k, options(recipe.dq.tokens, Side::key, rotated, Stream::k_dq), tables.keys[cuda::kWholeTiles],
-         sizes.key_dims},
-        {"q in dk", &c.q, options(recipe.dk.tokens, Side::query, rotated, Stream::q_dk), tables.queries,
-         sizes.key_dims}};
-    if (recipe.dq.cut) {
-      expected.push_back({"cut k in dq", &c.k, options(recipe.dq.cut->tokens, Side::key, rotated, Stream::k_dq),
-                          tables.keys[cuda::kCutTiles], sizes.key_dims});
-    }
-    for (const Expected& of : expected) expect_table(of, c, recipe.name);
+    expect_tables(c, recipe, "uneven");
+  }
+}
+
+TEST_F(CudaEmbedBackward, TablesOfRealLayersBitForBit) {
+  for (const test::Capture& capture : test::captures()) {
+    for (const Recipe& recipe : embedded_recipes()) expect_tables(capture.c, recipe, "of " + capture.name);
   }
 }
 

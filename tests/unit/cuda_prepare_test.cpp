@@ -10,6 +10,7 @@
 #include "cuda/backward.hpp"
 #include "cuda/plan.hpp"
 #include "mxflash/quantize.hpp"
+#include "unit/capture_support.hpp"
 #include "unit/cuda_support.hpp"
 
 namespace mxflash {
@@ -562,6 +563,17 @@ TEST_F(CudaPrepare, CodesDAndRecordsAreTheReferences) {
       c = test::with_dlse(std::move(c));
       disturb(c, rounded.o);
       expect_prepared(Prepared(c, rounded, recipe, false), recipe, where + ", disturbed");
+    }
+  }
+}
+
+/// dO of a real layer is far from one: 3e-7.
+TEST_F(CudaPrepare, CodesOfRealLayersAreTheReferences) {
+  for (const test::Capture& capture : test::captures()) {
+    const Rounded rounded(capture.c);
+    for (const char* name : {"mxfp8", "mxfp8-tokenblock"}) {
+      const Recipe recipe = test::recipe_named(name);
+      expect_prepared(Prepared(capture.c, rounded, recipe, true), recipe, fmt::format("{} of {}", name, capture.name));
     }
   }
 }
