@@ -74,10 +74,11 @@ Status available();
 /// Whether the forward of this recipe runs on the device; the error says why not.
 Status supports(const Recipe& recipe);
 
-/// Depends on shapes, types and the number of documents alone. Refuses what forward refuses.
+/// Depends on shapes, types and the number of documents alone. Refuses what forward refuses, but does not ask where
+/// memory lies.
 Result<std::size_t> workspace_bytes(const ForwardCall& call, const Recipe& recipe);
-/// Refuses whatever the host can see, before anything is written. Offsets are checked on the device: malformed ones
-/// fill o and lse with NaN and are reported by `check`.
+/// Refuses whatever the host can see, memory of the host and of another device too, before anything is written. Offsets
+/// are checked on the device: malformed ones fill o and lse with NaN and are reported by `check`.
 Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& execution);
 
 /// Whether the backward of this recipe runs on the device; the error says why not, and of which recipes it does.

@@ -7,6 +7,7 @@
 #include "cuda/arguments.hpp"
 #include "cuda/backward_plan.hpp"
 #include "cuda/plan.hpp"
+#include "cuda/residence.hpp"
 #include "cuda/runtime.hpp"
 
 namespace mxflash::cuda {
@@ -57,6 +58,7 @@ Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& e
   const Result<Launches> launches = prepare(call, recipe, execution);
   if (!launches.ok()) return launches.error();
   if (Status status = available(); !status.ok()) return status;
+  if (Status status = check_residence(call, execution); !status.ok()) return status;
   void* stream = execution.stream;
   Status status = launched(launch_schedule(launches->schedule, stream), "making the schedule");
   const Sizes& sizes = launches->schedule.sizes;
@@ -84,6 +86,7 @@ Status backward(const BackwardCall& call, const Recipe& recipe, const Execution&
   const Result<BackwardLaunches> launches = prepare_backward(call, recipe, execution);
   if (!launches.ok()) return launches.error();
   if (Status status = available(); !status.ok()) return status;
+  if (Status status = check_residence(call, recipe, execution); !status.ok()) return status;
   void* stream = execution.stream;
   if (launches->embedded) return launched(launch_embed_backward(*launches->embedded, stream), "the backward");
   Status status = launched(launch_key_schedule(launches->schedule, stream), "making the backward's schedule");
