@@ -1,5 +1,7 @@
 """What the tests of mxflash.torch on CUDA tensors share."""
 
+import threading
+
 import pytest
 import torch
 
@@ -12,6 +14,9 @@ ENGINE = next(engine for engine in mxflash.engines() if engine["name"] == "cuda"
 NO_DEVICE = None if torch.cuda.is_available() else "torch has no CUDA device"
 MISSING = NO_DEVICE or ENGINE["reason"]
 on_device = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+on_two_devices = pytest.mark.skipif(
+    MISSING is not None or torch.cuda.device_count() < 2, reason=str(MISSING or "one CUDA device, the test needs two")
+)
 
 
 def cuda(p, device="cuda"):
@@ -21,6 +26,21 @@ def cuda(p, device="cuda"):
 def cycles(seconds):
     """Of torch.cuda._sleep, at least."""
     return int(seconds * 2.0e9)
+
+
+def in_threads(function, count):
+    """What function(i) returns, each called in a thread of its own."""
+    results = [None] * count
+
+    def call(i):
+        results[i] = function(i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
 
 
 def assert_same(got, want, names=("o", "lse")):

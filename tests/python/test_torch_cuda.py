@@ -4,7 +4,6 @@ Its gradients: test_torch_cuda_training.py.
 """
 
 import re
-import threading
 
 import pytest
 import torch
@@ -21,7 +20,9 @@ from cuda_support import (
     assert_same,
     cuda,
     cycles,
+    in_threads,
     on_device,
+    on_two_devices,
     strided,
 )
 from mxflash import _native
@@ -214,27 +215,57 @@ def test_memory_is_outputs_and_a_workspace_of_torchs(problem):
     assert torch.cuda.mem_get_info()[0] == free  # None of the driver's either.
 
 
-@on_device
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device, the test needs two")
+@on_two_devices
 def test_c26_tensors_of_another_device(problem):
     p = problem(LENGTHS)
     want = run(cuda(p, "cuda:0"))
     there = cuda(p, "cuda:1")
-    results = []
 
-    def call():
+    def call(_):
         torch.cuda.set_device(0)
-        results.append((run(there, validate=True), torch.cuda.current_device()))
+        return run(there, validate=True), torch.cuda.current_device()
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    ((got, current),) = results
+    ((got, current),) = in_threads(call, 1)
     assert current == 0
     assert got[0].device == torch.device("cuda:1")
     assert_same(got, want)
     with pytest.raises(ValueError, match="k: on cuda:0 given, cuda:1 allowed"):
         run({**there, "k": p["k"].to("cuda:0")})
+
+
+@on_two_devices
+def test_c26_another_devices_own_stream(problem):
+    p = cuda(problem(LENGTHS), "cuda:1")
+    want = run(p)
+    stream = torch.cuda.Stream("cuda:1")
+    late = {name: torch.zeros_like(tensor) for name, tensor in p.items()}
+    torch.cuda.synchronize("cuda:1")
+    with torch.cuda.stream(stream), torch.cuda.device("cuda:0"):
+        with torch.cuda.device("cuda:1"):
+            torch.cuda._sleep(cycles(0.1))  # On another stream the call would read zeros.
+        for name, tensor in late.items():
+            tensor.copy_(p[name])
+        got = run(late)
+        assert torch.cuda.current_device() == 0
+    stream.synchronize()
+    assert_same(got, want)
+
+
+@on_two_devices
+def test_c26_two_devices_at_once(problem):
+    packs = [problem(LENGTHS, seed=seed) for seed in range(2)]
+    want = [run(cuda(p)) for p in packs]
+    there = [cuda(p, f"cuda:{i}") for i, p in enumerate(packs)]
+    for p in there:
+        torch.cuda.synchronize(p["q"].device)
+    # By one thread, in turns.
+    for got in zip(*[[run(p) for p in there] for _ in range(10)], strict=True):
+        for one in got:
+            assert_same(one, want[one[0].device.index])
+    # By two.
+    for got in in_threads(lambda i: [run(there[i]) for _ in range(20)], 2):
+        for one in got:
+            assert_same(one, want[one[0].device.index])
 
 
 # ---- Graphs ----

@@ -1,7 +1,6 @@
 """Gradients of mxflash.torch.attention on CUDA tensors: the engine's bits, autograd, graphs, compilation, memory."""
 
 import re
-import threading
 
 import pytest
 import torch
@@ -12,7 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 import mxflash
 from conftest import CAPTURE
-from cuda_support import ENGINE, LENGTHS, NAMES, assert_same, cuda, cycles, on_device, strided
+from cuda_support import (
+    ENGINE,
+    LENGTHS,
+    NAMES,
+    assert_same,
+    cuda,
+    cycles,
+    in_threads,
+    on_device,
+    on_two_devices,
+    strided,
+)
 from mxflash import _cuda, _native
 from mxflash.torch import attention
 from support import assert_same_bits
@@ -323,21 +333,61 @@ def test_two_threads(problem):
     packs = [cuda(problem(LENGTHS, seed=seed)) for seed in range(2)]
     want = [run(p) for p in packs]
     torch.cuda.synchronize()
-    got = [None, None]
 
     def train(i):
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(20):
-                got[i] = run(packs[i])
+                got = run(packs[i])
             torch.cuda.current_stream().synchronize()
+        return got
 
-    threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(in_threads(train, 2), want, strict=True):
         assert_same(a, b, ("o", *GRADIENTS))
+
+
+@on_two_devices
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_c26_gradients_on_another_device(recipe, problem):
+    p = problem(LENGTHS)
+    want = run(cuda(p), recipe=recipe)
+    there = cuda(p, "cuda:1")
+
+    def train(_):
+        torch.cuda.set_device(0)
+        return run(there, recipe=recipe), torch.cuda.current_device()
+
+    ((got, current),) = in_threads(train, 1)
+    assert current == 0
+    assert all(tensor.device == torch.device("cuda:1") for tensor in got)
+    assert_same(got, want, ("o", *GRADIENTS))
+
+
+@on_two_devices
+def test_c26_two_devices_train_at_once(problem):
+    packs = [problem(LENGTHS, seed=seed) for seed in range(2)]
+    want = [run(cuda(p)) for p in packs]
+    there = [cuda(p, f"cuda:{i}") for i, p in enumerate(packs)]
+    for p in there:
+        torch.cuda.synchronize(p["q"].device)
+
+    def train(i):
+        with torch.cuda.stream(torch.cuda.Stream(f"cuda:{i}")):
+            got = [run(there[i]) for _ in range(20)]
+            torch.cuda.current_stream(i).synchronize()
+        return got
+
+    for i, got in enumerate(in_threads(train, 2)):
+        for one in got:
+            assert_same(one, want[i], ("o", *GRADIENTS))
+    # One graph of autograd over both.
+    tensors = [leaves(p) for p in there]
+    loss = sum(
+        (attention(*qkv, p["cu_seqlens"]).float() * p["do"].float()).sum().to("cuda:0")
+        for qkv, p in zip(tensors, there, strict=True)
+    )
+    loss.backward()
+    for qkv, of in zip(tensors, want, strict=True):
+        assert_same([tensor.grad for tensor in qkv], of[1:], GRADIENTS)
 
 
 def kept_bytes(function):
