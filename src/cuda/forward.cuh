@@ -132,8 +132,8 @@ struct ForwardShared {
       values_empty[s].init(kConsumerWarps);
     }
     for (int s = 0; s < kWorkStages; ++s) {
-      work_full[s].init(32);                   // The lanes of the warp that takes work.
-      work_empty[s].init(kConsumerWarps + 1);  // And the warp that fetches.
+      work_full[s].init(32);                        // The lanes of the warp that takes work.
+      work_empty[s].init(kConsumerWarps * 32 + 1);  // And the thread that fetches.
     }
     cutlass::arch::fence_barrier_init();
   }

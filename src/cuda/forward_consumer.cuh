@@ -75,7 +75,8 @@ class Consumer {
       const Work& work = shared.work[slot.stage()];
       const bool last = work.head < 0;
       if (!last) attend(work);
-      release(shared.work_empty[slot.stage()]);
+      shared.work_empty[slot.stage()].arrive();  // Every lane, as where the work is taken.
+      __syncwarp();
       slot.template advance<kWorkStages>();
       if (last) break;
     }
