@@ -15,26 +15,43 @@ struct Pointer {
   const void* address;
 };
 
-Status check_pointer(const Pointer& pointer, int device) {
+/// Where a call runs.
+struct Site {
+  int device = 0;
+  bool capturing = false;
+};
+
+Result<Site> site_of(const Execution& execution) {
+  Site site;
+  if (Status status = status_of(cudaGetDevice(&site.device), "the current device"); !status.ok()) return status.error();
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  const cudaError_t code = cudaStreamIsCapturing(static_cast<cudaStream_t>(execution.stream), &capture);
+  if (Status status = status_of(code, "asking whether the stream captures"); !status.ok()) return status.error();
+  site.capturing = capture != cudaStreamCaptureStatusNone;
+  return site;
+}
+
+Status check_pointer(const Pointer& pointer, const Site& site) {
   cudaPointerAttributes about{};
   if (const cudaError_t code = cudaPointerGetAttributes(&about, pointer.address); code != cudaSuccess) {
     return status_of(code, fmt::format("asking where {} lies", pointer.name));
   }
-  switch (about.type) {
-    case cudaMemoryTypeManaged: return {};  // Moves to the device that reads it.
-    case cudaMemoryTypeDevice:
-      if (about.device == device) return {};
-      return invalid(fmt::format("{}: memory of device {} given, of the current device, {}, allowed", pointer.name,
-                                 about.device, device));
-    default: return invalid(fmt::format("{}: host memory given, device memory allowed", pointer.name));
+  if (about.type == cudaMemoryTypeManaged) return {};  // Moves to the device that reads it.
+  // What a graph will allocate has an address while it is captured, of which the runtime knows no more.
+  if (about.type == cudaMemoryTypeUnregistered && site.capturing) return {};
+  if (about.type != cudaMemoryTypeDevice) {
+    return invalid(fmt::format("{}: host memory given, device memory allowed", pointer.name));
   }
+  if (about.device == site.device) return {};
+  return invalid(fmt::format("{}: memory of device {} given, of the current device, {}, allowed", pointer.name,
+                             about.device, site.device));
 }
 
-Status check_pointers(const std::vector<Pointer>& pointers) {
-  int device = 0;
-  if (Status status = status_of(cudaGetDevice(&device), "the current device"); !status.ok()) return status;
+Status check_pointers(const std::vector<Pointer>& pointers, const Execution& execution) {
+  const Result<Site> site = site_of(execution);
+  if (!site.ok()) return site.error();
   for (const Pointer& pointer : pointers) {
-    if (Status status = check_pointer(pointer, device); !status.ok()) return status;
+    if (Status status = check_pointer(pointer, *site); !status.ok()) return status;
   }
   return {};
 }
@@ -58,7 +75,7 @@ Status check_residence(const ForwardCall& call, const Execution& execution) {
   if (call.inputs.q.tokens() > 0) {
     pointers.insert(pointers.end(), {{"o", call.outputs.o}, {"lse", call.outputs.lse}});
   }
-  return check_pointers(pointers);
+  return check_pointers(pointers, execution);
 }
 
 Status check_residence(const BackwardCall& call, const Recipe& recipe, const Execution& execution) {
@@ -74,7 +91,7 @@ Status check_residence(const BackwardCall& call, const Recipe& recipe, const Exe
   if (inputs.k.tokens() > 0) {
     pointers.insert(pointers.end(), {{"dk", call.gradients.dk}, {"dv", call.gradients.dv}});
   }
-  return check_pointers(pointers);
+  return check_pointers(pointers, execution);
 }
 
 }  // namespace mxflash::cuda

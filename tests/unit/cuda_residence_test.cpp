@@ -136,16 +136,21 @@ TEST_F(CudaResidence, ManagedAndPooledMemoryIsTaken) {
   EXPECT_EQ(cudaFreeAsync(pooled, nullptr), cudaSuccess);
 }
 
-/// A workspace that the graph itself allocates: it has an address while the stream captures, and no memory yet.
+/// A workspace that the graph itself allocates has an address while the stream captures, of which the runtime knows
+/// nothing yet; pinned memory it knows then too.
 TEST_F(CudaResidence, MemoryOfTheGraphItselfIsTaken) {
   const Case c = small_case();
   const Recipe recipe = test::recipe_named("mxfp8");
   DeviceCase device(c, test::offsets_of(c.problem.packing));
   device.reserve(recipe);
+  void* pinned = nullptr;
+  ASSERT_EQ(cudaMallocHost(&pinned, kRoom), cudaSuccess);
   cudaStream_t stream = nullptr;
   ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
   device.execution.stream = stream;
   ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  device.execution.workspace = pinned;
+  EXPECT_TRUE(test::refused_with(device.run(recipe), {"workspace: host memory given"}));
   EXPECT_EQ(cudaMallocAsync(&device.execution.workspace, device.execution.workspace_bytes, stream), cudaSuccess);
   const Status status = device.run(recipe);
   EXPECT_TRUE(status.ok()) << (status.ok() ? "" : status.error().message);
@@ -160,6 +165,7 @@ TEST_F(CudaResidence, MemoryOfTheGraphItselfIsTaken) {
   EXPECT_EQ(cudaGraphExecDestroy(executable), cudaSuccess);
   EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
   EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+  EXPECT_EQ(cudaFreeHost(pinned), cudaSuccess);
 }
 
 // ---- Two devices ----
