@@ -6,6 +6,7 @@ Needs a Hopper GPU, PyTorch for it and mxflash built with CUDA; bench/README.md 
 
 import argparse
 import concurrent.futures
+import faulthandler
 import importlib.metadata
 import os
 import pathlib
@@ -25,7 +26,6 @@ WARMUP = 3
 # The device waits so many cycles before each call, in which the host launches it: no host time is in the figures.
 HEAD_START = {"forward": 2_000_000, "backward": 6_000_000, "training": 10_000_000}
 LATE = 5
-COMPILE_SECONDS = 180
 STATE = ["clocks.sm", "clocks.mem", "power.draw", "temperature.gpu"]
 # What the recipe is held to; those in 4 bits are far less exact.
 TOLERANCE = {"bf16": 1e-2, "mxfp8": 8e-2, "mxfp8-tokenblock": 8e-2}
@@ -91,6 +91,11 @@ def versions():
             continue
 
 
+def words_of(error):
+    words = (str(error) or "no words").splitlines()[0][:160]
+    return words if isinstance(error, AbsentError) else f"{type(error).__name__} ({words})"
+
+
 def check(contestant, tolerances, pack):
     """({what: its error}, why what cannot be had cannot, what is wrong), of o and of gradients; phases go."""
     errors, absent, wrong = {}, {}, {}
@@ -104,9 +109,8 @@ def check(contestant, tolerances, pack):
                 continue
             wrong[what] = f"relative L2 {errors[what]:.2e} at {place}, {tolerance:.0e} allowed"
             phases = contestant.phases  # Who is wrong in one thing is not timed in another.
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            words = (str(error) or "no words").splitlines()[0]
-            absent[what] = f"{type(error).__name__} ({words[:160]})"
+        except Exception as error:  # Others' packages raise whatever they like.
+            absent[what] = words_of(error)
         contestant.phases = tuple(phase for phase in contestant.phases if phase not in phases)
     return errors, absent, wrong
 
@@ -126,14 +130,15 @@ def contestants_of(options, pack, entry):
     made = {}
     for name, (make, tolerances) in all_of(options).items():
         begin = time.monotonic()
+        missing = entry["absent" if name in PEERS else "wrong"]  # The recipe has no excuse.
         try:
             contestant = make(pack)
-        except AbsentError as reason:
-            entry["absent"][name] = str(reason)
+        except Exception as error:  # Others' packages raise whatever they like.
+            missing[name] = words_of(error)
             continue
         contestant.phases = tuple(phase for phase in options.phase if phase in contestant.phases)
         entry["relative_l2"][name], absent, wrong = check(contestant, tolerances, pack)
-        entry["absent"] |= {f"{name}, {what}": reason for what, reason in absent.items()}
+        missing |= {f"{name}, {what}": reason for what, reason in absent.items()}
         entry["wrong"] |= {f"{name}, {what}": reason for what, reason in wrong.items()}
         entry["seconds"][f"making and checking {name}"] = time.monotonic() - begin
         made[name] = contestant
@@ -179,6 +184,8 @@ def run_workload(options, run, name):
     entry["failed"] = "did not end"  # What a process that dies leaves behind.
     run["workloads"].append(entry)
     cuda_report.save(run, options)
+    # Whoever hangs on the device holds up a call that no signal ends: then the process says where it is, and ends.
+    faulthandler.dump_traceback_later(options.patience, exit=True)
     try:
         for phase in measure(options, entry):
             cells = [
@@ -189,13 +196,14 @@ def run_workload(options, run, name):
             cuda_report.save(run, options)
         del entry["failed"]
     except RuntimeError as error:
-        entry["failed"] = str(error).splitlines()[0]
-        cuda_report.save(run, options)
-        torch.cuda.synchronize()  # If the device itself is lost, this ends the run.
+        entry["failed"] = words_of(error)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     for line in cuda_report.notes({"workloads": [entry]}):
         print(line, flush=True)
     print("seconds: " + ", ".join(f"{what} {value:.1f}" for what, value in entry["seconds"].items()), flush=True)
     cuda_report.save(run, options)
+    torch.cuda.synchronize()  # If the device itself is lost, this ends the process.
 
 
 def compile_only(options):
@@ -225,7 +233,7 @@ def compile_first(options, names):
         command = [sys.executable, __file__, *shared, "--workload", name, "--compile-only", peer]
         start = time.monotonic()
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=options.patience)
             trouble = done.stderr.strip().splitlines()[-1:] if done.returncode else ""
         except subprocess.TimeoutExpired:
             trouble = "stopped"
@@ -248,6 +256,7 @@ def parse(arguments):
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--compile-processes", type=int, default=0, help="that compile peers at once beforehand")
     parser.add_argument("--compile-only", choices=COMPILED, help="a peer that is called once and not timed")
+    parser.add_argument("--patience", type=float, default=600, help="seconds that compiling, or a workload, may take")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--markdown", type=pathlib.Path)
     parser.add_argument("--resume", action="store_true", help="leave out what the run in --json had begun")
@@ -260,6 +269,9 @@ def parse(arguments):
         setattr(options, option, names)
     if options.kv_heads < 0 or (options.kv_heads and HEADS % options.kv_heads):
         parser.error(f"--kv-heads: {options.kv_heads} given, 0 and divisors of {HEADS} allowed")
+    for name in ("rounds", "repeats", "patience"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: {getattr(options, name)} given, 1 or more allowed")
     if options.resume and not options.json:
         parser.error("--resume: no --json given, the file of the run to go on with allowed")
     return options
