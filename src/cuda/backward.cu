@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) backward_kernel(const __g
   if (threadIdx.x < kWarpgroup) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (threadIdx.x == 0) KeyProducer<Traits>(p, shared).run();
-    if (threadIdx.x == 32) QueryAdder<Traits>(p, shared).run();
+    if (threadIdx.x == 32 || threadIdx.x == 64) QueryAdder<Traits>(p, shared, threadIdx.x / 32 - 1).run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     KeyConsumer<Traits>(p, shared).run();

@@ -16,10 +16,12 @@
 namespace mxflash::cuda {
 
 inline constexpr int kBackwardThreads = 3 * kWarpgroup;
+inline constexpr int kConsumerThreads = 2 * kWarpgroup;
 inline constexpr int kBackwardWarps = 8;  // Of consumers.
+inline constexpr int kAdders = 2;         // Threads that add dQ up.
 /// Tiles of queries after which sums of dK and dV move from the tensor cores' accumulators into FP32; as
 /// kTilesBetweenSums of the forward.
-inline constexpr int kQueryTilesBetweenSums = 16;
+inline constexpr int kQueryTilesBetweenSums = 32;
 
 template <int kDimsOf, int kKeyStagesOf, int kQueryStagesOf, class OutAtomOf, class DqAtomOf>
 struct BackwardTraits {
@@ -63,7 +65,8 @@ struct KeyWork {
   KeyItem item;
   std::int32_t kv_head;  // -1: no more.
   std::int32_t part;
-  std::int32_t rows_q;  // Of a head in the tables.
+  std::int32_t rows_q;     // Of a head in the tables.
+  std::int32_t dout_base;  // Of the first head: there nobody waits for it.
   Range range;
 };
 
@@ -72,7 +75,7 @@ struct alignas(16) KeyRows {
   float factor[2];        ///< 2^(exponent of K); NaN: poisoned
   float exponent[2];      ///< Of V.
   float light[2];         ///< 2^-exponent
-  float weight[2];        ///< 256 2^-(exponent + dO's base) / scale: makes of a slope what multiplies codes for dV.
+  float weight[2];        ///< 256 2^-(exponent + dO's base) / scale: makes of a code times a slope a code of dV.
   std::int32_t begin[2];  ///< Of the document, the first query that sees the key,
   std::int32_t end[2];    ///< and the one after the last.
 
@@ -122,7 +125,9 @@ struct BackwardShared {
   Barrier keys_empty[Traits::kKeyStages];
   Barrier queries_full[Traits::kQueryStages];
   Barrier queries_empty[Traits::kQueryStages];
-  Barrier dq_full;
+  Barrier most_full;
+  Barrier ds_full;
+  Barrier dq_full[kAdders];
   Barrier dq_empty;
 
   __device__ void initialize() {
@@ -131,13 +136,15 @@ struct BackwardShared {
     }
     for (int s = 0; s < Traits::kKeyStages; ++s) {
       keys_full[s].init(1);
-      keys_empty[s].init(kBackwardWarps + 1);  // And the thread that adds dQ up.
+      keys_empty[s].init(kConsumerThreads + kAdders);
     }
     for (int s = 0; s < Traits::kQueryStages; ++s) {
       queries_full[s].init(1);
-      queries_empty[s].init(kBackwardWarps);
+      queries_empty[s].init(kConsumerThreads);
     }
-    dq_full.init(kBackwardWarps);
+    most_full.init(kConsumerThreads);
+    ds_full.init(kConsumerThreads);
+    for (Barrier& full : dq_full) full.init(kConsumerThreads);
     dq_empty.init(1);
     cutlass::arch::fence_barrier_init();
   }

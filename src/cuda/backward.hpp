@@ -3,7 +3,7 @@
 //
 // schedule: key tiles, longest first.  prepare: dO to codes and D; q, k, dO codes transposed, v codes by rows; one
 // record a tile of queries.  backward: a key tile walks the queries that see it; dK and dV stay with it, dQ is added up
-// in FP32.  finish: dQ and dK are rotated back and rounded.
+// in FP32.  finish: dQ is rotated back and rounded.
 #pragma once
 
 #include <cstddef>
@@ -97,8 +97,9 @@ struct BackwardWorkspace {
   std::uint8_t* query_columns = nullptr;  ///< E4M3 [heads, dims, query_columns]
   std::uint8_t* key_columns = nullptr;    ///< E4M3 [kv_heads, dims, columns]
   std::uint8_t* value_rows = nullptr;     ///< E4M3 [kv_heads, rows_k, dims], and 128 rows of anything
-  float* dq_sums = nullptr;               ///< [heads, rows_q, dims] by place_of, zero before `backward`
-  float* dk_sums = nullptr;               ///< [kv_heads, rows_k, dims]
+  /// [heads, rows_q, dims] by place_of. Rows that see no key hold anything where dQ adds up in order, and zeros else.
+  float* dq_sums = nullptr;
+  float* dk_sums = nullptr;  ///< [kv_heads, rows_k, dims]; of BackwardSizes::parts more than 1 alone
   /// [blocks, scratch_bytes()]: sums of dK and dV on their way from the tensor cores' accumulators.
   std::byte* scratch = nullptr;
 };
@@ -121,10 +122,11 @@ struct KeyScheduleArguments {
   /// Of the forward, whose status is taken over: KeyTile, and nothing is read through malformed offsets.
   Workspace saved;
   BackwardWorkspace workspace;
+  bool deterministic = true;  ///< As BackwardArguments::deterministic.
 };
 
-/// Longest documents first, within one the tiles in their order. Also clears `turns`, `dq_sums` and `control`, and sets
-/// `dout_base` to INT32_MIN.
+/// Longest documents first, within one the tiles in their order. Also clears `turns` and `control`, `dq_sums` unless
+/// dQ adds up in order, and sets `dout_base` to INT32_MIN.
 int launch_key_schedule(const KeyScheduleArguments& arguments, void* stream);
 
 struct PrepareArguments {
@@ -157,7 +159,9 @@ struct BackwardArguments {
   bool deterministic = true;  ///< dQ's sums in the order of the keys.
   ScoreScale ds_scale = ScoreScale::square;
   DType dtype = DType::bf16;
-  void* dv = nullptr;  ///< [tokens_k, kv_heads, value_dim]
+  void* dv = nullptr;                ///< [tokens_k, kv_heads, value_dim]
+  void* dk = nullptr;                ///< [tokens_k, kv_heads, head_dim]; written unless there are dk_sums
+  std::int32_t rotation_shift = -1;  ///< As FinishArguments::rotation_shift.
 };
 
 int launch_backward(const BackwardArguments& arguments, void* stream);
@@ -170,10 +174,10 @@ struct FinishArguments {
   DType dtype = DType::bf16;
   void* dq = nullptr;
   void* dk = nullptr;
-  void* dv = nullptr;  ///< Written here only where offsets are malformed: NaN.
+  void* dv = nullptr;  ///< Written here only where offsets are malformed, as dk where there are no sums of it: NaN.
 };
 
-/// dq_sums and dk_sums, rotated back, rounded.
+/// dq_sums, and dk_sums where there are any, rotated back, rounded.
 int launch_finish(const FinishArguments& arguments, void* stream);
 
 }  // namespace mxflash::cuda

@@ -26,7 +26,10 @@ template <class Traits>
 class KeyConsumer {
  public:
   __device__ KeyConsumer(const BackwardParameters& parameters, BackwardShared<Traits>& block)
-      : p(parameters.a), shared(block), thread_(threadIdx.x - kWarpgroup) {}
+      : p(parameters.a),
+        shared(block),
+        thread_(opaque(threadIdx.x - kWarpgroup)),
+        base_(uniform(shared_place(&block))) {}
 
   __device__ void run() {
     for (;;) {
@@ -41,10 +44,17 @@ class KeyConsumer {
   }
 
  private:
+  using Shared = BackwardShared<Traits>;
+  using Keys = typename Shared::Keys;
+  using Queries = typename Shared::Queries;
   static constexpr std::size_t kScores = Traits::kScores;
   static constexpr std::size_t kCodes = kScores / 4;
-  static constexpr int kConsumers = 2 * kWarpgroup;
-  static constexpr int kLeastRaised = 9;  // So that both 2^e and 2^-e are normal numbers.
+  static constexpr int kStep = 16;  // Of places in shared memory.
+  static constexpr int kOwnRows = 64 * Traits::kRowBytes;
+  static_assert(kOwnRows == Traits::kOut / 2 * kTileRows);  // Of its dims of K, by columns.
+  static constexpr int kLeastRaised = 9;                    // So that both 2^e and 2^-e are normal numbers.
+  /// Whether the next tile's queries can be there while this one's are needed.
+  static constexpr bool kAhead = Traits::kQueryStages > 1;
 
   /// A raised exponent e + 135: the least e with most <= 448 2^e.
   static __device__ int raised_of(float most) {
@@ -71,89 +81,154 @@ class KeyConsumer {
   [[nodiscard]] __device__ KeyRows& rows() const { return shared.rows[thread_]; }
   [[nodiscard]] __device__ KeySums& kept() const { return shared.sums[slot()]; }
 
-  __device__ void release(Barrier& barrier) const {
-    __syncwarp();
-    if (lane() == 0) barrier.arrive();
-  }
+  enum class Kind : std::uint32_t { whole, cut, apart };
+  /// Of KeyRows.
+  struct KeyFactors {
+    float factor[2];
+    float exponent[2];
+    float weight[2];
+  };
+  /// Of the four queries of a thread among sixteen.
+  struct Weighing {
+    float4 factor;
+    float4 base;
+    float4 slope;
+  };
+  /// What a tile begins with. Loaded before a product is sent for: behind it a load takes 150 to 200 cycles.
+  struct Ahead {
+    KeyFactors factors;
+    Weighing some;
+  };
 
-  /// All consumers: what they wrote before, all of them see.
-  static __device__ void meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+  /// All lanes: what each has done is done before. The lanes that arrive stay together.
+  static __device__ void release(Barrier& barrier) {
+    barrier.arrive();
+    __syncwarp();
+  }
 
   __device__ void attend(const KeyWork& work) {
     const KeyItem& item = work.item;
     if (item.end_tile <= item.first_tile) return store_nothing(work);
-    const std::int32_t heads = p.sizes.forward.heads / p.sizes.forward.kv_heads;
     prepare(work);
     product_ = ScaleOut::Zero;
-    std::int32_t count = 0;
-    for (std::int32_t head = work.kv_head * heads; head < (work.kv_head + 1) * heads; ++head) {
-      for (std::int32_t tile = item.end_tile - 1; tile >= item.first_tile; --tile) {
-        const bool enters = tile == item.end_tile - 1;
-        if (++count % kQueryTilesBetweenSums == 0 || (enters && is_far(work, head))) move_sums();
-        if (enters) enter(work, head);
-        walk({head, tile * kQueryTile});
-        ++tile_;
-      }
-    }
+    left_ = heads() * (item.end_tile - item.first_tile);
+    keys_ = uniform(shared_place(&shared.keys[keys.stage()]) + static_cast<std::uint32_t>(group() * kOwnRows / kStep));
+    wait_for_queries(tile_);
+    multiply_scores(tile_, false);
+    cute::warpgroup_wait<0>();
+    fence(scores);
+    std::int32_t first = item.first_tile * kQueryTile;  // Of a tile's queries.
+    Kind kind = kind_of(work, first);
+    do {
+      const bool enters = first == item.first_tile * kQueryTile;
+      const bool full = product_ == ScaleOut::One && left_ % kQueryTilesBetweenSums == 0;
+      if (full || (enters && is_far(work, head_of(work, left_ - 1)))) move_sums();
+      --left_;
+      if (enters) enter(work, head_of(work, left_));
+      walk(first, kind);
+      ++tile_;
+      first = following(item, first);
+    } while (left_ > 0);
     store(work);
   }
 
-  /// Head, and the first query of the tile, in its document.
-  struct Spot {
-    std::int32_t head;
-    std::int32_t first;
-  };
+  /// The first of the queries that are met next, of the same head or of another.
+  static __device__ std::int32_t following(const KeyItem& item, std::int32_t first) {
+    first += kQueryTile;
+    return first < item.end_tile * kQueryTile ? first : item.first_tile * kQueryTile;
+  }
+
+  /// Of a key/value head.
+  [[nodiscard]] __device__ std::int32_t heads() const { return p.sizes.forward.heads / p.sizes.forward.kv_heads; }
+  /// Of a tile with so many after it. Seldom asked for, and registers are short.
+  [[nodiscard]] __device__ std::int32_t head_of(const KeyWork& work, std::int32_t left) const {
+    return (work.kv_head + 1) * heads() - 1 - left / (work.item.end_tile - work.item.first_tile);
+  }
 
   /// By its place, which is one register.
   [[nodiscard]] __device__ const KeyWork& work_now() const { return shared.work[opaque(keys.stage())]; }
 
-  /// One tile of queries.
-  __device__ void walk(const Spot& spot) {
-    shared.queries_full[stage()].wait(tile_ / Traits::kQueryStages % 2);
-    multiply_scores(stages_now());
-    const Kind kind = kind_of(work_now(), spot.first);
-    cute::warpgroup_wait<1>();
-    fence(scores);
-    switch (kind) {
-      case Kind::whole: weigh<WholeTile>(spot); break;
-      case Kind::cut: weigh<CutTile>(spot); break;
-      default: weigh_apart(work_now(), spot);
-    }
-    multiply_values(stages_now());
-    cute::warpgroup_wait<1>();
-    fence(gradients);
-    switch (kind) {
-      case Kind::whole: differentiate<WholeTile>(spot); break;
-      case Kind::cut: differentiate<CutTile>(spot); break;
-      default: differentiate_apart(work_now(), spot);
-    }
+  /// One tile of queries, whose scores are there; makes those of the next, and looks ahead at it.
+  __device__ void walk(std::int32_t first, Kind& kind) {
+    weigh_tile(first, kind);
+    differentiate_tile(first, kind);
     float scale[2];  // Of the thread's rows of dQ.
     encode(scale);
-    multiply_gradients(stages_now());
-    cute::warpgroup_wait<0>();
+    const std::int32_t row = work_now().item.query_row;
+    // Asked before it is needed: the answer takes 50 cycles.
+    const bool given = shared.dq_empty.test_wait((tile_ + 1) % 2);
+    const bool last = left_ == 0;
+    const bool there = kAhead && (last || queries_there(tile_ + 1));
+    multiply_keys();
+    cutlass::arch::fence_view_async_shared();
+    release(shared.ds_full);
+    multiply_queries();
+    if constexpr (kAhead) {
+      if (!there) wait_for_queries(tile_ + 1);
+      multiply_scores(tile_ + 1, last);
+    }
+    cute::warpgroup_wait<kAhead ? 1 : 0>();
     fence(dk);
-    fence(dv);
     fence(dq);
     product_ = ScaleOut::One;
     release(shared.queries_empty[stage()]);
-    give_queries(work_now(), scale);
+    if (!given) shared.dq_empty.wait((tile_ + 1) % 2);
+    give_queries(row, scale);
+    if constexpr (!kAhead) {
+      if (!last) wait_for_queries(tile_ + 1);
+      multiply_scores(tile_ + 1, last);
+    }
+    if (!last) {
+      ++tile_;
+      kind = kind_of(work_now(), following(work_now().item, first));
+      --tile_;
+    }
+    cutlass::arch::fence_view_async_shared();
+    release(shared.dq_full[tile_ % kAdders]);
+    // Not in the next turn of the loop: the compiler makes them wait where it cannot follow.
+    cute::warpgroup_wait<0>();
+    fence(scores);
+  }
+
+  /// Sends for dP on the way.
+  __device__ void weigh_tile(std::int32_t first, Kind kind) {
+    const Ahead ahead{factors(), weighing(0)};
+    multiply_dout();
+    switch (kind) {
+      case Kind::whole: return weigh<WholeTile>(first, ahead);
+      case Kind::cut: return weigh<CutTile>(first, ahead);
+      default: return weigh_apart(work_now(), first);
+    }
+  }
+
+  /// Sends for dV first.
+  __device__ void differentiate_tile(std::int32_t first, Kind kind) {
+    const Differences differences = this->differences();
+    multiply_values();
+    cute::warpgroup_wait<1>();
+    fence(gradients);
+    switch (kind) {
+      case Kind::whole: differentiate<WholeTile>(first, differences); break;
+      case Kind::cut: differentiate<CutTile>(first, differences); break;
+      default: differentiate_apart(work_now(), first);
+    }
+    cute::warpgroup_wait<0>();  // Of dV, long there: its operands' registers are free.
+    fence(dv);
   }
 
   /// dS to the operands of both its products.
   __device__ void encode(float (&scale)[2]) {
-    encode_for_keys();
+    share_most();
     if (p.ds_scale == ScoreScale::query) share_by_query();
-    meet();
+    release(shared.most_full);
+    encode_for_keys();
+    shared.most_full.wait(tile_ % 2);
     if (p.ds_scale == ScoreScale::query) {
       encode_by_query(scale);
     } else {
       encode_by_square(scale);
     }
-    cutlass::arch::fence_view_async_shared();
-    meet();
   }
-
-  enum class Kind : std::uint8_t { whole, cut, apart };
 
   /// Of the warp's part of a tile, whose record is there. All is read before anything is decided.
   [[nodiscard]] __device__ Kind kind_of(const KeyWork& work, std::int32_t first) const {
@@ -167,7 +242,7 @@ class KeyConsumer {
         static_cast<int>(of.irregular == 0) & static_cast<int>(heavy) & static_cast<int>(near) & static_cast<int>(safe);
     const int whole =
         static_cast<int>(first >= kept().whole_begin) & static_cast<int>(first + kQueryTile <= kept().whole_end);
-    return plain == 0 ? Kind::apart : whole != 0 ? Kind::whole : Kind::cut;
+    return static_cast<Kind>(uniform(plain == 0 ? 2U : whole != 0 ? 0U : 1U));
   }
 
   /// What does not change while the keys walk.
@@ -182,34 +257,36 @@ class KeyConsumer {
   /// The next head of the group: dO's exponents have another base there.
   __device__ void enter(const KeyWork& work, std::int32_t head);
 
-  /// Stages and the warpgroup: together made uniform, so that descriptors are.
-  [[nodiscard]] __device__ std::uint32_t stages_now() const {
-    return uniform(static_cast<std::uint32_t>(group()) << 16 | keys.stage() << 8 | stage());
+  [[nodiscard]] __device__ bool queries_there(std::uint32_t tile) const {
+    return shared.queries_full[tile % Traits::kQueryStages].test_wait(tile / Traits::kQueryStages % 2);
   }
-  static __device__ int group_of(std::uint32_t stages) { return static_cast<int>(stages >> 16); }
-  [[nodiscard]] __device__ auto& keys_at(std::uint32_t stages) const { return shared.keys[stages >> 8 & 0xFFU]; }
-  [[nodiscard]] __device__ auto& queries_at(std::uint32_t stages) const { return shared.queries[stages & 0xFFU]; }
+  __device__ void wait_for_queries(std::uint32_t tile) const {
+    shared.queries_full[tile % Traits::kQueryStages].wait(tile / Traits::kQueryStages % 2);
+  }
 
-  __device__ void multiply_scores(std::uint32_t stages) {
+  /// Of a tile whose queries are there. None: of anything, so that what the compiler sees is always the same.
+  __device__ void multiply_scores(std::uint32_t tile, bool none) {
+    queries_ = base_ + static_cast<std::uint32_t>(offsetof(Shared, queries) / kStep) +
+               tile % Traits::kQueryStages * static_cast<std::uint32_t>(sizeof(Queries) / kStep);
+    queries_ = uniform(none ? keys_ : queries_);
     fence(scores);
-    fence(gradients);
     cute::warpgroup_arrive();
-    multiply_rows(own_rows(keys_at(stages).keys, stages), queries_at(stages).queries, scores);
-    cute::warpgroup_commit_batch();
-    multiply_rows(own_rows(keys_at(stages).values, stages), queries_at(stages).dout, gradients);
+    multiply_rows(keys_ + offsetof(Keys, keys) / kStep, queries_ + offsetof(Queries, queries) / kStep, scores);
     cute::warpgroup_commit_batch();
   }
 
-  /// Of the warpgroup, the first chunk.
-  static __device__ const std::uint8_t* own_rows(const std::uint8_t* rows, std::uint32_t stages) {
-    return rows + group_of(stages) * 64 * Traits::kRowBytes;
+  __device__ void multiply_dout() {
+    forget(gradients);
+    cute::warpgroup_arrive();
+    multiply_rows(keys_ + offsetof(Keys, values) / kStep, queries_ + offsetof(Queries, dout) / kStep, gradients);
+    cute::warpgroup_commit_batch();
   }
 
-  __device__ void multiply_rows(const std::uint8_t* left, const std::uint8_t* right, float (&out)[kScores]) const {
+  __device__ void multiply_rows(std::uint32_t left, std::uint32_t right, float (&out)[kScores]) const {
 #pragma unroll
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-      const std::uint64_t a = descriptor<Traits::kRowBytes>(left + chunk * kTileRows * Traits::kRowBytes);
-      const std::uint64_t b = descriptor<Traits::kRowBytes>(right + chunk * kQueryTile * Traits::kRowBytes);
+      const std::uint64_t a = descriptor<Traits::kRowBytes>(left + chunk * kTileRows * Traits::kRowBytes / kStep);
+      const std::uint64_t b = descriptor<Traits::kRowBytes>(right + chunk * kQueryTile * Traits::kRowBytes / kStep);
 #pragma unroll
       for (int step = 0; step < Traits::kRowBytes / 32; ++step) {
         multiply<typename Traits::ScoreAtom>(a + 2 * step, b + 2 * step, out,
@@ -218,23 +295,29 @@ class KeyConsumer {
     }
   }
 
-  __device__ void multiply_values(std::uint32_t stages) {
+  __device__ void multiply_values() {
     fence(dv);
     fence(weights);
     cute::warpgroup_arrive();
-    multiply_columns(weights, queries_at(stages).dout_columns, dv);
+    multiply_columns(weights, queries_ + offsetof(Queries, dout_columns) / kStep, dv);
     cute::warpgroup_commit_batch();
   }
 
-  __device__ void multiply_gradients(std::uint32_t stages) {
+  __device__ void multiply_keys() {
     fence(dk);
     fence(slopes);
-    fence(dq);
     cute::warpgroup_arrive();
-    multiply_columns(slopes, queries_at(stages).query_columns, dk);
-    const std::uint64_t a = descriptor<kTileRows>(shared.ds.codes);
-    const std::uint64_t b =
-        descriptor<kTileRows>(keys_at(stages).columns + group_of(stages) * (Traits::kOut / 2) * kTileRows);
+    multiply_columns(slopes, queries_ + offsetof(Queries, query_columns) / kStep, dk);
+    cute::warpgroup_commit_batch();
+  }
+
+  /// Once all of the tile's dS is there.
+  __device__ void multiply_queries() {
+    shared.ds_full.wait(tile_ % 2);
+    forget(dq);
+    cute::warpgroup_arrive();
+    const std::uint64_t a = descriptor<kTileRows>(uniform(base_) + offsetof(Shared, ds) / kStep);
+    const std::uint64_t b = descriptor<kTileRows>(keys_ + offsetof(Keys, columns) / kStep);
 #pragma unroll
     for (int step = 0; step < kTileRows / 32; ++step) {
       multiply<typename Traits::DqAtom>(a + 2 * step, b + 2 * step, dq, step == 0 ? ScaleOut::Zero : ScaleOut::One);
@@ -242,7 +325,7 @@ class KeyConsumer {
     cute::warpgroup_commit_batch();
   }
 
-  __device__ void multiply_columns(const std::uint32_t* codes, const std::uint8_t* columns,
+  __device__ void multiply_columns(const std::uint32_t* codes, std::uint32_t columns,
                                    float (&sums)[Traits::kSums]) const {
     const std::uint64_t b = descriptor<kQueryTile>(columns);
 #pragma unroll
@@ -259,19 +342,45 @@ class KeyConsumer {
   /// Of the four queries of a thread from `query` on.
   static __device__ float4 four(const float* of, int query) { return *reinterpret_cast<const float4*>(of + query); }
 
-  /// Scores to weights as the forward made them, in `scores`, and to operands of dV, in `weights`.
+  [[nodiscard]] __device__ KeyFactors factors() const {
+    const KeyRows& of = rows();
+    return {{of.factor[0], of.factor[1]}, {of.exponent[0], of.exponent[1]}, {of.weight[0], of.weight[1]}};
+  }
+  [[nodiscard]] __device__ Weighing weighing(int a) const {
+    const QueryTile& of = shared.tiles[stage()];
+    const int query = 16 * a + 4 * quad();
+    return {four(of.factor, query), four(of.base, query), four(of.slope, query)};
+  }
+
+  /// Of all queries of a thread.
+  struct Differences {
+    float4 offset[kQueryTile / 16];
+    float light[2];
+  };
+  [[nodiscard]] __device__ Differences differences() const {
+    Differences out;
+#pragma unroll
+    for (int a = 0; a < kQueryTile / 16; ++a) out.offset[a] = four(shared.tiles[stage()].offset, 16 * a + 4 * quad());
+    out.light[0] = rows().light[0];
+    out.light[1] = rows().light[1];
+    return out;
+  }
+
+  /// Scores to weights as the forward made them, and to operands of dV, in `weights`; in `scores`, those times the
+  /// query's slope.
   template <class Tile>
-  __device__ void weigh(const Spot& spot);
+  __device__ void weigh(std::int32_t first, const Ahead& ahead);
   /// dP to dS, in `gradients`, and its largest magnitude.
   template <class Tile>
-  __device__ void differentiate(const Spot& spot);
+  __device__ void differentiate(std::int32_t first, const Differences& by);
 
   /// The same, one thing after the other, where numbers are far apart or keys are light.
-  __device__ void weigh_apart(const KeyWork& work, const Spot& spot);
-  __device__ void differentiate_apart(const KeyWork& work, const Spot& spot);
+  __device__ void weigh_apart(const KeyWork& work, std::int32_t first);
+  __device__ void differentiate_apart(const KeyWork& work, std::int32_t first);
 
-  /// dS to operands of dK, in `slopes`, relative to the largest that the warp's keys have met; and tells the other
-  /// warps the largest of these keys.
+  /// Tells the other warps the largest of these keys.
+  __device__ void share_most();
+  /// dS to operands of dK, in `slopes`, relative to the largest that the warp's keys have met.
   __device__ void encode_for_keys();
   /// Of |dS| times K's factors, over the tile's keys and 32 queries.
   [[nodiscard]] __device__ float most_of_all(int half) const;
@@ -292,7 +401,7 @@ class KeyConsumer {
   }
 
   /// dQ of the tile to shared memory, for QueryAdder.
-  __device__ void give_queries(const KeyWork& work, const float (&scale)[2]);
+  __device__ void give_queries(std::int32_t first_row, const float (&scale)[2]);
 
   __device__ void scale_sums(float (&sums)[Traits::kSums], float by) {
 #pragma unroll
@@ -302,23 +411,36 @@ class KeyConsumer {
   __device__ void move_sums();
   /// Those of dK or dV, which are in units of `by`.
   static __device__ void move(const float (&sums)[Traits::kSums], float4* to, float by, bool add);
-  /// A thread's own part of the scratch, in steps of kConsumers.
+  /// A thread's own part of the scratch, in steps of kConsumerThreads.
   [[nodiscard]] __device__ float4* waiting() const;
   /// Of keys that no query sees.
   __device__ void store_nothing(const KeyWork& work);
   __device__ void store(const KeyWork& work);
   /// In the units of `of`.
   __device__ void write(const KeyWork& work, const KeySums& of);
-  /// The sums of eight dims and both keys, with those that wait.
-  static __device__ float4 total(const float (&sums)[Traits::kSums], int i, const float4* waits, float by);
-  /// Two numbers of dV.
-  __device__ void write_pair(std::int64_t at, float low, float high) const;
+  /// Sums in units of `by`, with those that wait, if any do.
+  static __device__ void complete(float (&sums)[Traits::kSums], const float4* waits, float by);
+  /// dK as finish.cu does, where all of a key's dims are here.
+  __device__ void rotate_back();
+  /// Sums of dK, which lack other dims.
+  __device__ void write_sums(const KeyWork& work) const;
+  template <class Pair>
+  __device__ void write_pairs(const KeyWork& work, Pair* to_dk, Pair* to_dv) const;
+  template <class Pair>
+  __device__ void write_rows(const float (&sums)[Traits::kSums], const KeyWork& work, Pair* to,
+                             std::int32_t dims) const;
 
   const BackwardArguments& p;
   BackwardShared<Traits>& shared;
   std::uint32_t thread_;  // Among the consumers.
   Place keys;
   std::uint32_t tile_ = 0;  // Of all that the block meets: it says where each lies.
+  // Of shared memory, of the warpgroup's part of the keys and of the queries whose scores are on their way: as
+  // shared_place.
+  std::uint32_t base_;
+  std::uint32_t keys_ = 0;
+  std::uint32_t queries_ = 0;
+  std::int32_t left_ = 0;  // Tiles that the key tile meets after this one.
   ScaleOut product_ = ScaleOut::Zero;
   float most[2];  // Of |dS|, by 32 queries.
   float dk[Traits::kSums];

@@ -73,7 +73,7 @@ void take_operands(const BackwardSizes& sizes, Planner& planner, BackwardLayout&
   layout.key_columns = planner.take(kv_heads * dims * static_cast<std::size_t>(of.columns()));
   layout.value_rows = planner.take((kv_heads * rows_k + kTileRows) * dims);
   layout.dq_sums = planner.take(heads * rows_q * dims * sizeof(float));
-  layout.dk_sums = planner.take(kv_heads * rows_k * dims * sizeof(float));
+  layout.dk_sums = planner.take(sizes.parts > 1 ? kv_heads * rows_k * dims * sizeof(float) : 0);
 }
 
 Result<std::int64_t> processor_count() {
@@ -206,7 +206,7 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
   const TensorView dlse = call.forward.inputs.dlse.value_or(TensorView{});
   const ScoreScale ds_scale = recipe.dq.weights.block == Block::square32() ? ScoreScale::square : ScoreScale::query;
   const Gradients& out = call.gradients;
-  launches.schedule = {sizes, common.offsets, common.band, saved, work};
+  launches.schedule = {sizes, common.offsets, common.band, saved, work, call.deterministic};
   launches.prepare = {sizes,
                       common.offsets,
                       saved,
@@ -228,7 +228,9 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
                        call.deterministic,
                        ds_scale,
                        dout.dtype,
-                       out.dv};
+                       out.dv,
+                       out.dk,
+                       common.rotation_shift};
   launches.finish = {sizes, saved, work, common.rotation_shift, dout.dtype, out.dq, out.dk, out.dv};
   return launches;
 }

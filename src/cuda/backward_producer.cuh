@@ -1,4 +1,4 @@
-// One thread ahead of the consumers: takes key tiles, longest first, and keeps the copy engine busy.
+// One thread ahead of the consumers: takes key tiles, of long documents first, and keeps the copy engine busy.
 #pragma once
 
 #include "cuda/backward.cuh"
@@ -20,7 +20,7 @@ class KeyProducer {
       const std::int32_t group = sizes.heads / sizes.kv_heads;
       for (std::int32_t i = 0; i < group; ++i) {
         const std::int32_t head = work.kv_head * group + i;
-        for (std::int32_t tile = work.item.end_tile - 1; tile >= work.item.first_tile; --tile) {
+        for (std::int32_t tile = work.item.first_tile; tile < work.item.end_tile; ++tile) {
           fetch_queries(work, head, tile);
         }
       }
@@ -47,7 +47,10 @@ class KeyProducer {
     const std::uint32_t plane = rest / (tiles * kPlanes) * kPlanes;
     const std::uint32_t together = min(planes - plane, kPlanes);
     rest -= plane * tiles;
-    copy_item(made.items[made.order[place + rest / together]], work.item);
+    std::uint32_t tile = rest / together;
+    // Each waits for those after it, which have to be under way: the last are taken first.
+    if (p.a.deterministic) tile = tiles - 1 - tile;
+    copy_item(made.items[made.order[place + tile]], work.item);
     const std::uint32_t own = plane + rest % together;
     work.kv_head = static_cast<std::int32_t>(own) / p.a.sizes.parts;
     work.part = static_cast<std::int32_t>(own) % p.a.sizes.parts;
@@ -72,6 +75,8 @@ class KeyProducer {
       full.arrive();
       return;
     }
+    const std::int32_t head = work.kv_head * (sizes.heads / sizes.kv_heads);
+    work.dout_base = p.a.workspace.dout_base[head * sizes.documents + work.item.document];
     work.range = p.a.saved.ranges[work.kv_head * work.item.tile_slots + work.item.tile_slot];
     auto& to = shared.keys[stage];
     full.arrive_and_expect_tx(sizeof to + sizeof shared.key_scales[0]);

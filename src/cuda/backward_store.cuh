@@ -35,14 +35,16 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
 
 template <class Traits>
 __device__ int KeyConsumer<Traits>::base_of(const KeyWork& work, std::int32_t head) const {
-  const std::int32_t found = p.workspace.dout_base[head * p.sizes.forward.documents + work.item.document];
+  const bool first = head == work.kv_head * heads();
+  const std::int32_t found =
+      first ? work.dout_base : p.workspace.dout_base[head * p.sizes.forward.documents + work.item.document];
   return found == INT32_MIN ? kept().base : found;
 }
 
 template <class Traits>
 __device__ void KeyConsumer<Traits>::enter(const KeyWork& work, std::int32_t head) {
   const int base = base_of(work, head);
-  if (product_ == ScaleOut::One) scale_sums(dv, ldexpf(1.0F, kept().base - base));
+  if (product_ == ScaleOut::One) scale_sums(dv, exact_pow2(static_cast<float>(kept().base - base)));
   KeyRows& rows = this->rows();
 #pragma unroll
   for (int r = 0; r < 2; ++r) rows.weight[r] = finite_product(rows.light[r], ldexpf(1.0F / p.scale, 8 - base));
@@ -61,7 +63,7 @@ template <class Traits>
 __device__ void KeyConsumer<Traits>::move_sums() {
   const KeySums of = kept();
   move(dk, waiting(), scale_of(of.raised), of.moved != 0);
-  move(dv, waiting() + kConsumers, ldexpf(1.0F, of.base - 8), of.moved != 0);
+  move(dv, waiting() + kConsumerThreads, ldexpf(1.0F, of.base - 8), of.moved != 0);
   __syncwarp();  // All lanes have read it.
   if (lane() == 0) kept().moved = 1;
   __syncwarp();
@@ -70,36 +72,42 @@ __device__ void KeyConsumer<Traits>::move_sums() {
 
 template <class Traits>
 __device__ void KeyConsumer<Traits>::move(const float (&sums)[Traits::kSums], float4* to, float by, bool add) {
+  if (!add) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(Traits::kSums) / 4; ++i) {
+      __stcg(to + 2 * i * kConsumerThreads,
+             {sums[4 * i] * by, sums[4 * i + 1] * by, sums[4 * i + 2] * by, sums[4 * i + 3] * by});
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < static_cast<int>(Traits::kSums) / 4; ++i) {
-    const float4 sum{sums[4 * i] * by, sums[4 * i + 1] * by, sums[4 * i + 2] * by, sums[4 * i + 3] * by};
     // Nobody waits for what is there, as a load would.
-    if (add) {
-      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + 2 * i * kConsumers),
-                   "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w)
-                   : "memory");
-    } else {
-      __stcg(to + 2 * i * kConsumers, sum);
-    }
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + 2 * i * kConsumerThreads),
+                 "f"(sums[4 * i] * by), "f"(sums[4 * i + 1] * by), "f"(sums[4 * i + 2] * by), "f"(sums[4 * i + 3] * by)
+                 : "memory");
   }
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::give_queries(const KeyWork& work, const float (&scale)[2]) {
+__device__ void KeyConsumer<Traits>::give_queries(std::int32_t first_row, const float (&scale)[2]) {
+  // Bytes of a row. Eight dims are 32, and nothing but what place_of says touches the three bits above these: so one
+  // exclusive or leads from a place to another.
+  constexpr int kPitch = Traits::kOut * static_cast<int>(sizeof(float));
   const int own = 16 * warp() + lane() / 4;
-  const std::int64_t row = std::int64_t{work.item.query_row} + own;  // Tiles and rows eight apart: the same places.
-  shared.dq_empty.wait((tile_ + 1) % 2);
+  const int row = first_row + own;  // Tiles and rows eight apart: the same places.
+  const int place = group() * (kPitch / 2) ^ row % 8 * 32;
+  const std::uint32_t to = cute::cast_smem_ptr_to_uint(shared.dq) + own * kPitch + place + quad() * 8;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float* to = shared.dq + (own + 8 * r) * Traits::kOut + 2 * quad();
+  for (int k = 0; k < static_cast<int>(Traits::kDqSums) / 4; ++k) {
 #pragma unroll
-    for (int i = 2 * r; i < static_cast<int>(Traits::kDqSums); i += 4) {
-      const int dim = group() * (Traits::kOut / 2) + 2 * (i - 2 * r);
-      *reinterpret_cast<float2*>(to + place_of(row, dim)) = {dq[i] * scale[r], dq[i + 1] * scale[r]};
+    for (int r = 0; r < 2; ++r) {
+      const float* sums = dq + 4 * k + 2 * r;
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((to ^ 32 * k) + 8 * r * kPitch), "f"(sums[0] * scale[r]),
+                   "f"(sums[1] * scale[r])
+                   : "memory");
     }
   }
-  cutlass::arch::fence_view_async_shared();
-  release(shared.dq_full);
 }
 
 template <class Traits>
@@ -115,43 +123,115 @@ __device__ void KeyConsumer<Traits>::store(const KeyWork& work) {
 }
 
 template <class Traits>
-__device__ float4 KeyConsumer<Traits>::total(const float (&sums)[Traits::kSums], int i, const float4* waits, float by) {
-  const float4 before = waits != nullptr ? __ldcg(waits + 2 * i * kConsumers) : float4{};
-  return {fmaf(sums[4 * i], by, before.x), fmaf(sums[4 * i + 1], by, before.y), fmaf(sums[4 * i + 2], by, before.z),
-          fmaf(sums[4 * i + 3], by, before.w)};
-}
-
-template <class Traits>
-__device__ void KeyConsumer<Traits>::write(const KeyWork& work, const KeySums& of) {
-  const Sizes& sizes = p.sizes.forward;
-  const float4* waits = of.moved != 0 ? waiting() : nullptr;
-  const int first = work.part * Traits::kOut + 2 * quad();
-  const std::int64_t row = std::int64_t{work.item.key_row} + key();
-  float* to_dk = p.workspace.dk_sums + (work.kv_head * sizes.rows_k() + row) * Traits::kDims + first;
-  const std::int64_t to_dv = (row * sizes.kv_heads + work.kv_head) * sizes.value_dim + first;
-  const std::int64_t next = std::int64_t{sizes.kv_heads} * sizes.value_dim;
-  const bool inside[2] = {key() < work.item.keys, key() + 1 < work.item.keys};
+__device__ void KeyConsumer<Traits>::complete(float (&sums)[Traits::kSums], const float4* waits, float by) {
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(Traits::kSums) / 4; ++i) {
-    const int dim = 8 * i;
-    const float4 k = total(dk, i, waits, scale_of(of.raised));
-    const float4 v = total(dv, i, waits != nullptr ? waits + kConsumers : nullptr, ldexpf(1.0F, of.base - 8));
-    if (inside[0]) *reinterpret_cast<float2*>(to_dk + dim) = {k.x, k.y};
-    if (inside[1]) *reinterpret_cast<float2*>(to_dk + Traits::kDims + dim) = {k.z, k.w};
-    if (first + dim >= sizes.value_dim) continue;
-    if (inside[0]) write_pair(to_dv + dim, v.x, v.y);
-    if (inside[1]) write_pair(to_dv + next + dim, v.z, v.w);
+  for (float& sum : sums) sum *= by;
+  if (waits == nullptr) return;
+  constexpr int kTogether = 4;  // That are waited for at once.
+#pragma unroll
+  for (int first = 0; first < static_cast<int>(Traits::kSums) / 4; first += kTogether) {
+    float4 before[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) before[i] = __ldcg(waits + 2 * (first + i) * kConsumerThreads);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      float* to = sums + 4 * (first + i);
+      to[0] += before[i].x;
+      to[1] += before[i].y;
+      to[2] += before[i].z;
+      to[3] += before[i].w;
+    }
   }
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::write_pair(std::int64_t at, float low, float high) const {
+__device__ void KeyConsumer<Traits>::write(const KeyWork& work, const KeySums& of) {
+  const float4* waits = of.moved != 0 ? waiting() : nullptr;
+  complete(dk, waits, scale_of(of.raised));
+  complete(dv, waits != nullptr ? waits + kConsumerThreads : nullptr, ldexpf(1.0F, of.base - 8));
+  if constexpr (Traits::kDims == Traits::kOut) {
+    if (p.rotation_shift >= 0) rotate_back();
+  } else {
+    write_sums(work);
+  }
   switch (p.dtype) {
-    case DType::bf16:
-      *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p.dv) + at) = __floats2bfloat162_rn(low, high);
-      break;
-    case DType::f16: *reinterpret_cast<__half2*>(static_cast<__half*>(p.dv) + at) = __floats2half2_rn(low, high); break;
-    default: *reinterpret_cast<float2*>(static_cast<float*>(p.dv) + at) = {low, high};
+    case DType::bf16: return write_pairs(work, static_cast<__nv_bfloat162*>(p.dk), static_cast<__nv_bfloat162*>(p.dv));
+    case DType::f16: return write_pairs(work, static_cast<__half2*>(p.dk), static_cast<__half2*>(p.dv));
+    default: return write_pairs(work, static_cast<float2*>(p.dk), static_cast<float2*>(p.dv));
+  }
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::rotate_back() {
+  // Register 4 i + 2 r + b is dim 8 i + 2 quad + b.
+  const float factor = __int_as_float((127 - p.rotation_shift) << 23);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(Traits::kSums); i += 2) {
+    const float low = dk[i] * factor;
+    const float high = dk[i + 1] * factor;
+    dk[i] = low + high;
+    dk[i + 1] = low - high;
+  }
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const float sign = (quad() & distance) == 0 ? 1.0F : -1.0F;
+#pragma unroll
+    for (float& sum : dk) sum = fmaf(sum, sign, __shfl_xor_sync(0xFFFFFFFFU, sum, distance));
+  }
+#pragma unroll
+  for (int half = 1; half < static_cast<int>(Traits::kSums) / 4; half *= 2) {
+    if (8 * half >= p.sizes.forward.head_dim) break;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(Traits::kSums); ++i) {
+      if ((i / 4 & half) != 0) continue;
+      const float low = dk[i];
+      const float high = dk[i + 4 * half];
+      dk[i] = low + high;
+      dk[i + 4 * half] = low - high;
+    }
+  }
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::write_sums(const KeyWork& work) const {
+  const std::int64_t row = work.kv_head * p.sizes.forward.rows_k() + work.item.key_row + key();
+  float* to = p.workspace.dk_sums + row * Traits::kDims + work.part * Traits::kOut + 2 * quad();
+#pragma unroll
+  for (int r = 0; r < 2; ++r, to += Traits::kDims) {
+    if (key() + r >= work.item.keys) return;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(Traits::kSums) / 4; ++i) {
+      *reinterpret_cast<float2*>(to + 8 * i) = {dk[4 * i + 2 * r], dk[4 * i + 2 * r + 1]};
+    }
+  }
+}
+
+__device__ inline void write_pair(float low, float high, float2* to) { *to = {low, high}; }
+__device__ inline void write_pair(float low, float high, __nv_bfloat162* to) { *to = __floats2bfloat162_rn(low, high); }
+__device__ inline void write_pair(float low, float high, __half2* to) { *to = __floats2half2_rn(low, high); }
+
+template <class Traits>
+template <class Pair>
+__device__ void KeyConsumer<Traits>::write_pairs(const KeyWork& work, Pair* to_dk, Pair* to_dv) const {
+  if constexpr (Traits::kDims == Traits::kOut) write_rows(dk, work, to_dk, p.sizes.forward.head_dim);
+  write_rows(dv, work, to_dv, p.sizes.forward.value_dim);
+}
+
+template <class Traits>
+template <class Pair>
+__device__ void KeyConsumer<Traits>::write_rows(const float (&sums)[Traits::kSums], const KeyWork& work, Pair* to,
+                                                std::int32_t dims) const {
+  const std::int32_t kv_heads = p.sizes.forward.kv_heads;
+  const int first = work.part * Traits::kOut + 2 * quad();
+  const std::int64_t row = (std::int64_t{work.item.key_row} + key()) * kv_heads + work.kv_head;
+  to += (row * dims + first) / 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r, to += std::int64_t{kv_heads} * dims / 2) {
+    if (key() + r >= work.item.keys) return;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(Traits::kSums) / 4; ++i) {
+      if (first + 8 * i < dims) write_pair(sums[4 * i + 2 * r], sums[4 * i + 2 * r + 1], to + 4 * i);
+    }
   }
 }
 

@@ -7,63 +7,56 @@ namespace mxflash::cuda {
 
 template <class Traits>
 template <class Tile>
-__device__ void KeyConsumer<Traits>::weigh(const Spot& spot) {
-  const KeyRows rows = this->rows();
-  const QueryTile& of = shared.tiles[stage()];
+__device__ void KeyConsumer<Traits>::weigh(std::int32_t first, const Ahead& ahead) {
+  const KeyFactors& factors = ahead.factors;
+  const KeyRows& rows = this->rows();
   const int column = 4 * quad();
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
     const int query = 16 * a + column;
-    const float4 factor = four(of.factor, query);
-    const float4 base = four(of.base, query);
-    const float4 slope = four(of.slope, query);
-    const float factors[] = {factor.x, factor.y, factor.z, factor.w};
-    const float bases[] = {base.x, base.y, base.z, base.w};
+    const Weighing of = a == 0 ? ahead.some : weighing(a);
+    const float factor[] = {of.factor.x, of.factor.y, of.factor.z, of.factor.w};
+    const float base[] = {of.base.x, of.base.y, of.base.z, of.base.w};
+    const float slope[] = {of.slope.x, of.slope.y, of.slope.z, of.slope.w};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float w[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        w[j] = exp2_fast(fmaf(scores[at(a, r, j)], factors[j] * rows.factor[r], rows.exponent[r] - bases[j]));
+        w[j] = exp2_fast(fmaf(scores[at(a, r, j)], factor[j] * factors.factor[r], factors.exponent[r] - base[j]));
       }
-      const std::uint32_t seen = Tile::bytes(rows, r, spot.first + query);
+      const std::uint32_t seen = Tile::bytes(rows, r, first + query);
       const std::uint32_t codes = to_e4m3(w[0], w[1], w[2], w[3]) & seen;
       const float2 low = from_e4m3(codes & 0xFFFFU);
       const float2 high = from_e4m3(codes >> 16);
-      scores[at(a, r, 0)] = low.x;
-      scores[at(a, r, 1)] = low.y;
-      scores[at(a, r, 2)] = high.x;
-      scores[at(a, r, 3)] = high.y;
-      const float by = rows.weight[r];
-      weights[code_at(a, r)] =
-          to_e4m3(low.x * (slope.x * by), low.y * (slope.y * by), high.x * (slope.z * by), high.y * (slope.w * by)) &
-          seen;
+      const float of_code[] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[at(a, r, j)] = of_code[j] * slope[j];
+      const float by = factors.weight[r];
+      weights[code_at(a, r)] = to_e4m3(scores[at(a, r, 0)] * by, scores[at(a, r, 1)] * by, scores[at(a, r, 2)] * by,
+                                       scores[at(a, r, 3)] * by) &
+                               seen;
     }
   }
 }
 
 template <class Traits>
 template <class Tile>
-__device__ void KeyConsumer<Traits>::differentiate(const Spot& spot) {
-  const KeyRows rows = this->rows();
-  const QueryTile& of = shared.tiles[stage()];
+__device__ void KeyConsumer<Traits>::differentiate(std::int32_t first, const Differences& by) {
+  const KeyRows& rows = this->rows();
   most[0] = most[1] = 0;
-  const int column = 4 * quad();
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
-    const int query = 16 * a + column;
-    const float4 slope = four(of.slope, query);
-    const float4 offset = four(of.offset, query);
-    const float slopes_of[] = {slope.x, slope.y, slope.z, slope.w};
-    const float offsets[] = {offset.x, offset.y, offset.z, offset.w};
+    const int query = 16 * a + 4 * quad();
+    const float offset[] = {by.offset[a].x, by.offset[a].y, by.offset[a].z, by.offset[a].w};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int i = at(a, r, j);
         // The exponent of V, which dP lacks, and the weight has too much.
-        const float ds = scores[i] * slopes_of[j] * fmaf(-offsets[j], rows.light[r], gradients[i]);
-        gradients[i] = Tile::seen(rows, r, spot.first + query + j, ds);
+        const float ds = scores[i] * fmaf(-offset[j], by.light[r], gradients[i]);
+        gradients[i] = Tile::seen(rows, r, first + query + j, ds);
         most[a / 2] = fmaxf(most[a / 2], fabsf(gradients[i]));
       }
     }
@@ -71,12 +64,12 @@ __device__ void KeyConsumer<Traits>::differentiate(const Spot& spot) {
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot& spot) {
+__device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, std::int32_t first) {
   const KeyRows rows = this->rows();
   constexpr auto kNone = static_cast<float>(-kE8m0Bias);
   const QueryTile& of = shared.tiles[stage()];
   const std::int32_t row =
-      spot.head * static_cast<std::int32_t>(p.sizes.forward.rows_q()) + work.item.query_row + spot.first;
+      head_of(work, left_) * static_cast<std::int32_t>(p.sizes.forward.rows_q()) + work.item.query_row + first;
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
 #pragma unroll
@@ -87,7 +80,7 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot
         asm volatile("" ::: "memory");  // Or all records are read at once, into registers that there are not.
         const int query = 16 * a + 4 * quad() + j;
         float& w = scores[at(a, r, j)];
-        if (!rows.seen(r, spot.first + query)) {
+        if (!rows.seen(r, first + query)) {
           w = by[j] = 0;
           continue;
         }
@@ -111,10 +104,10 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, const Spot
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, const Spot& spot) {
+__device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, std::int32_t first) {
   const KeyRows rows = this->rows();
   const DoutRecord* douts =
-      p.workspace.dout_records + spot.head * p.sizes.forward.rows_q() + work.item.query_row + spot.first;
+      p.workspace.dout_records + head_of(work, left_) * p.sizes.forward.rows_q() + work.item.query_row + first;
   most[0] = most[1] = 0;
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
@@ -125,7 +118,7 @@ __device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, co
         asm volatile("" ::: "memory");
         const int query = 16 * a + 4 * quad() + j;
         const int i = at(a, r, j);
-        if (!rows.seen(r, spot.first + query)) {
+        if (!rows.seen(r, first + query)) {
           gradients[i] = 0;
           continue;
         }
@@ -140,15 +133,25 @@ __device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, co
 }
 
 template <class Traits>
+__device__ void KeyConsumer<Traits>::share_most() {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    most[half] = __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(most[half])));
+    if (lane() == 0) shared.most[half][slot()] = most[half] * kept().key_most;
+  }
+}
+
+template <class Traits>
 __device__ void KeyConsumer<Traits>::encode_for_keys() {
+  // So that no query's scale, seen or not, leaves FP32 with the inverse of the unit.
+  constexpr int kRoom = 118;
   const QueryTile& of = shared.tiles[stage()];
   const int before = kept().raised;
   int raised = before;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float own = __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(most[half])));
-    if (lane() == 0) shared.most[half][slot()] = own * kept().key_most;
-    raised = max(raised, raised_of(own * of.scale_most[half]));
+    const float scale = of.scale_most[half];
+    raised = max(raised, max(raised_of(most[half] * scale), static_cast<int>(__float_as_uint(scale) >> 23) - kRoom));
   }
   if (raised > before) {
     scale_sums(dk, exact_pow2(static_cast<float>(before - raised)));
@@ -161,8 +164,7 @@ __device__ void KeyConsumer<Traits>::encode_for_keys() {
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
     const float4 scale = four(of.scale, 16 * a + column);
-    const float by[] = {finite_product(scale.x, inverse), finite_product(scale.y, inverse),
-                        finite_product(scale.z, inverse), finite_product(scale.w, inverse)};
+    const float by[] = {scale.x * inverse, scale.y * inverse, scale.z * inverse, scale.w * inverse};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       slopes[code_at(a, r)] = to_e4m3(gradients[at(a, r, 0)] * by[0], gradients[at(a, r, 1)] * by[1],

@@ -1,4 +1,4 @@
-// dQ and dK out of their sums: rotated back and rounded. A lane has eight dims of a row.
+// dQ, and dK of many dims, out of their sums: rotated back and rounded. A lane has eight dims of a row.
 #include <algorithm>
 #include <cstdint>
 
@@ -19,17 +19,38 @@ struct Head {
   std::int32_t tokens;
   std::int32_t heads;
   std::int32_t index;
+  const RowRecord* rows;  ///< Of dq.
+
+  /// Nobody has written those of a query that sees no key.
+  [[nodiscard]] __device__ bool has_sums(std::int64_t token) const {
+    return rows == nullptr || rows[token].inverse != 0.0F;
+  }
 };
+
+/// Of the dq and dk that are made here.
+__host__ __device__ std::int32_t heads_of(const BackwardSizes& sizes) {
+  return sizes.forward.heads + (sizes.parts > 1 ? sizes.forward.kv_heads : 0);
+}
 
 __device__ Head head_of(const FinishArguments& a, std::int32_t index) {
   const Sizes& sizes = a.sizes.forward;
   if (index < sizes.heads) {
-    return {
-        a.workspace.dq_sums + index * sizes.rows_q() * a.sizes.dims, true, a.dq, sizes.tokens_q, sizes.heads, index};
+    return {a.workspace.dq_sums + index * sizes.rows_q() * a.sizes.dims,
+            true,
+            a.dq,
+            sizes.tokens_q,
+            sizes.heads,
+            index,
+            a.saved.rows + index * sizes.rows_q()};
   }
   index -= sizes.heads;
-  return {
-      a.workspace.dk_sums + index * sizes.rows_k() * a.sizes.dims, false, a.dk, sizes.tokens_k, sizes.kv_heads, index};
+  return {a.workspace.dk_sums + index * sizes.rows_k() * a.sizes.dims,
+          false,
+          a.dk,
+          sizes.tokens_k,
+          sizes.kv_heads,
+          index,
+          nullptr};
 }
 
 /// The contract's order: the power of two, then distances 1, 2, 4 and up. Lanes next to each other have the next dims.
@@ -81,14 +102,14 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const FinishArguments 
     return;
   }
   const auto lanes = static_cast<unsigned>(a.sizes.dims / kOwn);  // Of a row.
-  const std::int32_t heads = a.sizes.forward.heads + a.sizes.forward.kv_heads;
+  const std::int32_t heads = heads_of(a.sizes);
   const Head head = head_of(a, static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(heads)));
   const std::int64_t token =
       std::int64_t{blockIdx.x / static_cast<unsigned>(heads)} * (kThreads / lanes) + threadIdx.x / lanes;
   const int dim = static_cast<int>(threadIdx.x % lanes) * kOwn;
   const bool inside = token < head.tokens && dim < a.sizes.forward.head_dim;
   float x[kOwn] = {};
-  if (inside) {
+  if (inside && head.has_sums(token)) {
     const int place = head.scattered ? place_of(token, dim) : dim;
     const auto* from = reinterpret_cast<const float4*>(head.sums + token * a.sizes.dims + place);
     const float4 both[] = {__ldcs(from), __ldcs(from + 1)};
@@ -110,7 +131,7 @@ cudaError_t launch(const FinishArguments& a, cudaStream_t stream) {
   const Sizes& sizes = a.sizes.forward;
   const int rows = kThreads / (a.sizes.dims / kOwn);  // Of a block.
   const auto blocks = static_cast<unsigned>((std::max(sizes.tokens_q, sizes.tokens_k) + rows - 1) / rows);
-  const auto heads = static_cast<unsigned>(sizes.heads + sizes.kv_heads);
+  const auto heads = static_cast<unsigned>(heads_of(a.sizes));
   if (blocks == 0 || heads == 0) return cudaSuccess;
   const std::int64_t grid = std::int64_t{blocks} * heads;
   if (grid > INT32_MAX) return cudaErrorInvalidConfiguration;

@@ -25,12 +25,19 @@ inline constexpr std::size_t kMostShared = std::size_t{227} * 1024;
 /// Of rows that lie along the contraction and are as wide as the swizzle: `kRowBytes` is 128 or 64, eight rows a group.
 /// A step of 32 bytes along the contraction adds 2.
 template <int kRowBytes>
-__device__ std::uint64_t descriptor(const void* rows) {
+__device__ std::uint64_t descriptor(std::uint32_t place) {
   static_assert(kRowBytes == 128 || kRowBytes == 64);
   constexpr std::uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
   constexpr std::uint64_t kGroup = kRowBytes * 8 / 16;
-  const std::uint64_t address = (cute::cast_smem_ptr_to_uint(rows) & 0x3FFFFU) / 16;
-  return address | std::uint64_t{1} << 16 | kGroup << 32 | kSwizzle << 62;
+  return place | std::uint64_t{1} << 16 | kGroup << 32 | kSwizzle << 62;
+}
+/// Where rows lie in shared memory, in steps of sixteen bytes.
+__device__ inline std::uint32_t shared_place(const void* rows) {
+  return (cute::cast_smem_ptr_to_uint(rows) & 0x3FFFFU) / 16;
+}
+template <int kRowBytes>
+__device__ std::uint64_t descriptor(const void* rows) {
+  return descriptor<kRowBytes>(shared_place(rows));
 }
 
 template <class Atom, std::size_t kCount, std::size_t... kIndex>
@@ -60,6 +67,14 @@ template <class Register, std::size_t kCount>
 __device__ void fence(Register (&registers)[kCount]) {
 #pragma unroll
   for (std::size_t i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
+}
+
+/// What a product will overwrite: an accumulator is read as well for all that the compiler knows, and would keep its
+/// registers until then.
+template <class Register, std::size_t kCount>
+__device__ void forget(Register (&registers)[kCount]) {
+#pragma unroll
+  for (std::size_t i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i])::"memory");
 }
 
 /// The same value, which the compiler cannot know to be the same as before.
