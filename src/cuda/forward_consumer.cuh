@@ -93,6 +93,8 @@ class Consumer {
   static constexpr std::uint32_t kToFull = 0x02020202U;
   static constexpr std::uint32_t kFull = 0x80808080U;
 
+  static constexpr int kMostHeadroom = 4;
+
   /// Bits of `flags_`.
   static constexpr std::uint32_t kUnset = 1;      ///< And 2: the row has seen no key yet, but will.
   static constexpr std::uint32_t kIrregular = 4;  ///< A tile of the item may have keys that are counted apart.
@@ -306,6 +308,11 @@ class Consumer {
   __device__ float raise(int r, float most);
   /// By the largest logit less the base.
   __device__ float raise_far(int r, float most);
+  /// Octaves that a row's first tile leaves for larger logits of those to come, by how many more keys there are: of
+  /// random logits the largest grows with their number. Nothing of a later row is asked. A base that need not rise saves
+  /// a second encoding, for which the other warps of the group would wait; what it costs lies below the codes' normal
+  /// range.
+  [[nodiscard]] __device__ int headroom(int r) const;
   [[nodiscard]] __device__ bool is_unset(int r) const { return (flags_ & kUnset << r) != 0; }
   __device__ float move(int r, bool rises, float by);
 

@@ -50,16 +50,18 @@ __device__ void Consumer<Traits>::weigh_plain(const KeyScale* key_scale, std::in
   }
   full |= encode<Tile>(seen, first, kGroups - 1);
   if (!__any_sync(0xFFFFFFFFU, (full & kFull) != 0)) return;
-  float most[2] = {0, 0};
+  float most[2][2] = {};  // Two chains a row: each waits for its own last comparison.
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
     const int r = row_of(i);
     if (!Tile::sees(seen, r, first + key_of(i))) scores[i] = 0.0F;
-    most[r] = fmaxf(most[r], scores[i]);
+    most[r][i % 2] = fmaxf(most[r][i % 2], scores[i]);
   }
   float by[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) by[r] = exact_pow2(-raise(r, largest_of_row(most[r])));
+  for (int r = 0; r < 2; ++r) by[r] = largest_of_row(fmaxf(most[r][0], most[r][1]));
+#pragma unroll
+  for (int r = 0; r < 2; ++r) by[r] = exact_pow2(-raise(r, by[r]));
 #pragma unroll
   for (int i = 0; i < kScores; ++i) scores[i] *= by[row_of(i)];
 #pragma unroll
@@ -134,13 +136,22 @@ __device__ float Consumer<Traits>::raise(int r, float most) {
   flags_ |= kRaised;
   const bool rises = most > 0.0F && (is_unset(r) || to_e4m3(most, 0.0F) == kLargestCode);
   // ceil(log2(most)) - 8.
-  return move(r, rises, static_cast<float>((__float_as_int(most) - 1) >> 23) - 134.0F);
+  return move(r, rises, static_cast<float>(((__float_as_int(most) - 1) >> 23) - 134 + headroom(r)));
 }
 
 template <class Traits>
 __device__ float Consumer<Traits>::raise_far(int r, float most) {
   flags_ |= kRaised;
-  return move(r, most > -INFINITY && (is_unset(r) || most > 8.0F), ceilf(most) - 8.0F);
+  return move(r, most > -INFINITY && (is_unset(r) || most > 8.0F), ceilf(most) - 8.0F + static_cast<float>(headroom(r)));
+}
+
+template <class Traits>
+__device__ int Consumer<Traits>::headroom(int r) const {
+  const std::int32_t end = __float_as_int(kept(Kept::end, r));
+  const std::int32_t total = end - __float_as_int(kept(Kept::begin, r));
+  const std::int32_t met = (end - 1) % Traits::kKeys + 1;
+  if (!is_unset(r) || total <= met) return 0;
+  return min(1 + (__clz(met) - __clz(total)) / 3, kMostHeadroom);
 }
 
 template <class Traits>
