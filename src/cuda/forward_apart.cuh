@@ -69,10 +69,11 @@ __device__ void Consumer<Traits>::add_apart(const Work& work, const KeyScale& ke
 
 template <class Traits>
 __device__ RowSum Consumer<Traits>::row_sum(const Work& work, int r, unsigned four) const {
-  const float counted = __shfl_sync(four, kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r], lane / 4 * 4);
+  constexpr unsigned kAll = 0xFFFFFFFFU;
+  const float counted = __shfl_sync(kAll, kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r], lane / 4 * 4);
   float height = kept(Kept::height, r);
-  height = fmaxf(height, __shfl_xor_sync(four, height, 1));
-  height = fmaxf(height, __shfl_xor_sync(four, height, 2));
+  height = fmaxf(height, __shfl_xor_sync(kAll, height, 1));
+  height = fmaxf(height, __shfl_xor_sync(kAll, height, 2));
   if (height == -INFINITY) return {counted, work.reference};
   float extra = kept(Kept::extra, r) * exact_pow2(kept(Kept::height, r) - height);
   extra += __shfl_xor_sync(four, extra, 1);

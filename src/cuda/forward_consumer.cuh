@@ -10,7 +10,7 @@ namespace mxflash::cuda {
 /// What a thread knows of its two rows.
 struct RowState {
   float factor[2];  ///< Multiplies scores, before the key's.
-  float base[2];    ///< m - 8, an integer: weights are 2^(logit - base), 256 at most. Before a key is seen: 0.
+  float base[2];    ///< An integer: weights are 2^(logit - base), less than 432. Before a key is seen: 0.
 };
 
 /// Keys [begin, end) of the document that a thread's rows see.
@@ -133,41 +133,51 @@ class Consumer {
     plain_ = plain_of();
     auto product = ScaleOut::Zero;  // The next product overwrites the accumulators.
     bool keys_there = false;
+    const std::uint32_t query_stage = uniform(queries.stage());
     for (std::int32_t tile = mine.end - 1; tile >= mine.first; --tile) {
+      const bool first = tile + 1 == mine.end;
       if (!keys_there) shared.keys_full[keys.stage()].wait(keys.phase());
       load_scales();
-      multiply_scores();
+      multiply_scores(query_stage);
       // Not of the first tile, whose product nobody wants.
-      if (tile + 1 < mine.end) shared.values_full[values.stage()].wait(values.phase());
+      if (!first) shared.values_full[values.stage()].wait(values.phase());
       // Without a condition, which would make the compiler wait for every product: of an item's first tile the result,
       // made from anything, is overwritten.
       multiply_values(product);
+      // What need not be done before the products are issued is done while they run.
+      const Place multiplied = values;
+      values = keys;
+      keys.template advance<Traits::kStages>();
+      // After the last tile these are another item's, for which nobody waits here.
+      keys_there = shared.keys_full[keys.stage()].test_wait(keys.phase());
       cute::warpgroup_wait<1>();
       fence(scores);
-      weigh(work, tile);
-      // Asked before it matters. After the last tile these are another item's, for which nobody waits here.
-      keys_there = shared.keys_full[keys.stage()].test_wait(keys.phase());
+      weigh(work, tile, values);
+      leave_keys(values);
+      // By its place, not by a count: a document that goes on must round its first rows as before.
+      const bool moves = (tile + 1) % kTilesBetweenSums == 0;
+      const bool changes = !first && (moves || (flags_ & kRaised) != 0);
       cute::warpgroup_wait<0>();
       fence(sums);
-      if (tile + 1 < mine.end) {
-        release_values();
-        product = ScaleOut::One;
-        // By its place, not by a count: a document that goes on must round its first rows as before.
-        if ((tile + 1) % kTilesBetweenSums == 0) {
+      product = first ? ScaleOut::Zero : ScaleOut::One;
+      if (changes) {
+        if (moves) {
           move_sums();
           flags_ |= kMoved;
           product = ScaleOut::Zero;
-        } else if ((flags_ & kRaised) != 0) {
+        } else {
           rescale();
         }
       }
       use_codes();
+      if (!first) leave_values(multiplied);
     }
     shared.values_full[values.stage()].wait(values.phase());
     multiply_values(product);
     cute::warpgroup_wait<0>();
     fence(sums);
-    release_values();
+    leave_values(values);
+    values = keys;
     leave_queries();
     for (std::int32_t tile = mine.first - 1; tile >= all.first; --tile) pass_over();
     store(work);
@@ -192,22 +202,26 @@ class Consumer {
   /// A tile that the other group alone sees. Only once it is there: else the arrival would count for the one before.
   __device__ void pass_over() {
     shared.keys_full[keys.stage()].wait(keys.phase());
-    release_keys();
+    __syncwarp();
+    leave_keys(keys);
     shared.values_full[values.stage()].wait(values.phase());
-    release_values();
+    __syncwarp();
+    leave_values(values);
+    keys.template advance<Traits::kStages>();
+    values = keys;
   }
 
   __device__ void leave_queries() {
     release(shared.queries_empty[queries.stage()]);
     queries.template advance<Traits::kQueryStages>();
   }
-  __device__ void release_keys() {
-    release(shared.keys_empty[keys.stage()]);
-    keys.template advance<Traits::kStages>();
+  /// All of the warp have come past what they read them for.
+  __device__ void leave_keys(const Place& place) {
+    if (lane == 0) shared.keys_empty[place.stage()].arrive();
   }
-  __device__ void release_values() {
-    release(shared.values_empty[values.stage()]);
-    values.template advance<Traits::kStages>();
+  /// The wait for their product was all lanes'.
+  __device__ void leave_values(const Place& place) {
+    if (lane == 0) shared.values_empty[place.stage()].arrive();
   }
 
   __device__ void prepare(const Work& work);
@@ -231,11 +245,11 @@ class Consumer {
   /// Of V, over the keys that each row sees.
   __device__ void largest_exponents(const Work& work);
 
-  __device__ void multiply_scores() {
+  __device__ void multiply_scores(std::uint32_t query_stage) {
     fence(scores);
     cute::warpgroup_arrive();
     const std::uint8_t* rows = shared.keys[uniform(keys.stage())].codes;
-    const std::uint8_t* query_rows = shared.queries[uniform(queries.stage())].codes;
+    const std::uint8_t* query_rows = shared.queries[query_stage].codes;
 #pragma unroll
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
       const std::uint64_t a = descriptor<Traits::kRowBytes>(query_rows + (2 * chunk + group) * 64 * Traits::kRowBytes);
@@ -276,10 +290,13 @@ class Consumer {
   /// Row of score `i`.
   static constexpr __device__ int row_of(int i) { return i / 2 % 2; }
 
-  /// Scores of a tile to codes; then its keys are done with.
-  __device__ void weigh(const Work& work, std::int32_t tile);
+  /// Scores of a tile, whose keys are at `place`, to codes.
+  __device__ void weigh(const Work& work, std::int32_t tile, const Place& place);
 
   [[nodiscard]] __device__ Scales scales_at(const KeyScale* key_scale, int i) const;
+  /// Not before the codes of both rows, `made`, are there. Without that the compiler has all logits made first, and the
+  /// exponentials, which take longest, wait until the end.
+  static __device__ Scales scales_after(std::uint32_t key_scale, int i, const std::uint32_t* made);
   /// The tile's first, while its scores are multiplied.
   __device__ void load_scales();
 
@@ -287,6 +304,16 @@ class Consumer {
   /// code is the largest, all are scaled by a power of two. `may_leave` sees to it that no weight is lost before.
   template <class Tile>
   __device__ void weigh_plain(const KeyScale* key_scale, std::int32_t first, const Spans& seen);
+
+  /// The same of a tile in which a row sees its first key: no base is known that codes could be made by.
+  __device__ void weigh_first(const KeyScale* key_scale, std::int32_t first, const Spans& seen);
+
+  /// Weights of keys that a row does not see are 0.
+  template <class Tile>
+  __device__ void hide(const Spans& seen, std::int32_t first);
+
+  /// By the largest weights; then all to codes.
+  __device__ void raise_bases();
 
   /// Of four keys of both rows, less the rows' bases.
   __device__ void logits(const Scales& scales, int first);
@@ -307,6 +334,11 @@ class Consumer {
   __device__ float raise(int r, float most);
   /// By the largest logit less the base.
   __device__ float raise_far(int r, float most);
+  /// Octaves that a row's first tile leaves for larger logits of those to come, by how many more keys there are: of
+  /// random logits the largest grows with their number. Nothing of a later row is asked. A base that need not rise
+  /// saves a second encoding, for which the other warps of the group would wait. It costs bits of weights below the
+  /// codes' normal range, and shows in rows of constant V: few octaves where there are few keys.
+  [[nodiscard]] __device__ int headroom(int r) const;
   [[nodiscard]] __device__ bool is_unset(int r) const { return (flags_ & kUnset << r) != 0; }
   __device__ float move(int r, bool rises, float by);
 
@@ -331,10 +363,16 @@ class Consumer {
   template <class Tile>
   __device__ std::uint32_t encode(const Spans& seen, std::int32_t first, int a);
 
+  /// Of all scores, where none is hidden.
+  __device__ void encode_all();
+
   __device__ void rescale();
 
   /// Adds the accumulators to the FP32 sums, which wait in shared memory with their scale in `moved`.
   __device__ void move_sums();
+
+  /// To the accumulators what waits in shared memory.
+  __device__ void add_moved();
 
   /// Of rows that see no key.
   __device__ void store_nothing(const Work& work) const;
@@ -366,15 +404,15 @@ class Consumer {
   Place slot;
   Place queries;
   Place keys;
-  Place values;
+  Place values;  // That are multiplied next.
   std::uint32_t flags_ = 0;
   TileSpan plain_{0, 0};
   RowState state;
   float scores[kScores];
   float sums[Traits::kSums];
-  std::uint32_t codes[kCodes];  // Operand of the product with V.
-  Scales coming;                // Read ahead.
-  std::uint32_t fresh[kCodes];  // Of the tile that is being weighed.
+  std::uint32_t codes[kCodes];    // Operand of the product with V.
+  Scales coming[2];               // Read ahead.
+  std::uint32_t fresh[kCodes]{};  // Of the tile that is being weighed.
 };
 
 }  // namespace mxflash::cuda

@@ -6,21 +6,22 @@
 namespace mxflash::cuda {
 
 template <class Traits>
-__device__ void Consumer<Traits>::weigh(const Work& work, std::int32_t tile) {
-  const KeyScale* key_scale = shared.scales[keys.stage()].keys;
+__device__ void Consumer<Traits>::weigh(const Work& work, std::int32_t tile, const Place& place) {
+  const KeyScale* key_scale = shared.scales[place.stage()].keys;
   const std::int32_t first = tile * Traits::kKeys;
   flags_ &= ~kRaised;
   if (tile >= plain_.first && tile < plain_.end) {
     weigh_plain<Whole>(key_scale, first, {});
   } else {
-    const bool apart = (flags_ & kIrregular) != 0 && has_irregular(work, shared.ranges[keys.stage()]);
+    const bool apart = (flags_ & kIrregular) != 0 && has_irregular(work, shared.ranges[place.stage()]);
     if (apart || ((flags_ & kFarOff) != 0 && may_leave())) {
       weigh_held(work, {key_scale, first, apart});
+    } else if (__any_sync(0xFFFFFFFFU, (flags_ & 3 * kUnset) != 0)) {
+      weigh_first(key_scale, first, spans());
     } else {
       weigh_plain<Cut>(key_scale, first, spans());
     }
   }
-  release_keys();
 }
 
 template <class Traits>
@@ -30,40 +31,75 @@ __device__ Scales Consumer<Traits>::scales_at(const KeyScale* key_scale, int i) 
 }
 
 template <class Traits>
+__device__ Scales Consumer<Traits>::scales_after(std::uint32_t key_scale, int i, const std::uint32_t* made) {
+  Scales scales;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const std::uint32_t at = (made[c] & kFull) | key_scale;  // Codes of weights have no sign.
+    scales.two[c] = static_cast<const float4*>(__cvta_shared_to_generic(at))[i / 8 * 8 + c];
+  }
+  return scales;
+}
+
+template <class Traits>
 __device__ void Consumer<Traits>::load_scales() {
-  coming = scales_at(shared.scales[keys.stage()].keys, 0);
+  coming[0] = scales_at(shared.scales[keys.stage()].keys, 0);
+  coming[1] = scales_at(shared.scales[keys.stage()].keys, 8);
 }
 
 template <class Traits>
 template <class Tile>
 __device__ void Consumer<Traits>::weigh_plain(const KeyScale* key_scale, std::int32_t first, const Spans& seen) {
   constexpr int kGroups = kScores / 8;
+  const std::uint32_t scale_at = cute::cast_smem_ptr_to_uint(key_scale + 4 * quad);
   std::uint32_t full = (flags_ & 3 * kUnset) != 0 ? kFull : 0;
 #pragma unroll
   for (int a = 0; a < kGroups; ++a) {
-    const Scales now = coming;
-    if (a + 1 < kGroups) coming = scales_at(key_scale, 8 * a + 8);
-    logits(now, 8 * a);
+    logits(coming[a % 2], 8 * a);
 #pragma unroll
     for (int i = 8 * a; i < 8 * a + 8; ++i) scores[i] = exp2_fast(scores[i]);
     if (a > 0) full |= encode<Tile>(seen, first, a - 1);  // Beside the next exponentials, not after their own.
+    if (a + 2 == kGroups || a + 1 == kGroups) continue;
+    coming[a % 2] = a > 0 ? scales_after(scale_at, 8 * a + 16, fresh + 2 * a - 2) : scales_at(key_scale, 8 * a + 16);
   }
   full |= encode<Tile>(seen, first, kGroups - 1);
   if (!__any_sync(0xFFFFFFFFU, (full & kFull) != 0)) return;
-  float most[2] = {0, 0};
+  hide<Tile>(seen, first);
+  raise_bases();
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::weigh_first(const KeyScale* key_scale, std::int32_t first, const Spans& seen) {
 #pragma unroll
-  for (int i = 0; i < kScores; ++i) {
-    const int r = row_of(i);
-    if (!Tile::sees(seen, r, first + key_of(i))) scores[i] = 0.0F;
-    most[r] = fmaxf(most[r], scores[i]);
+  for (int i = 0; i < static_cast<int>(kScores); i += 8) logits(scales_at(key_scale, i), i);
+#pragma unroll
+  for (float& score : scores) score = exp2_fast(score);
+  hide<Cut>(seen, first);
+  raise_bases();
+}
+
+template <class Traits>
+template <class Tile>
+__device__ void Consumer<Traits>::hide(const Spans& seen, std::int32_t first) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(kScores); ++i) {
+    if (!Tile::sees(seen, row_of(i), first + key_of(i))) scores[i] = 0.0F;
   }
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::raise_bases() {
+  float most[2][2] = {};  // Two chains a row: each waits for its own last comparison.
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(kScores); ++i) most[row_of(i)][i % 2] = fmaxf(most[row_of(i)][i % 2], scores[i]);
   float by[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) by[r] = exact_pow2(-raise(r, largest_of_row(most[r])));
+  for (int r = 0; r < 2; ++r) by[r] = largest_of_row(fmaxf(most[r][0], most[r][1]));
 #pragma unroll
-  for (int i = 0; i < kScores; ++i) scores[i] *= by[row_of(i)];
+  for (int r = 0; r < 2; ++r) by[r] = exact_pow2(-raise(r, by[r]));
 #pragma unroll
-  for (int a = 0; a < kGroups; ++a) encode<Whole>(seen, first, a);
+  for (int i = 0; i < static_cast<int>(kScores); ++i) scores[i] *= by[row_of(i)];
+  encode_all();
 }
 
 template <class Traits>
@@ -115,8 +151,8 @@ __device__ void Consumer<Traits>::weigh_held(const Work& work, const Held& at) {
     const float by = step[row_of(i)];
     scores[i] = fabsf(scores[i]) <= kNear ? exp2_fast(scores[i]) * exact_pow2(-by) : exp2_fast(scores[i] - by);
   }
-#pragma unroll
-  for (int a = 0; a < kScores / 8; ++a) encode<Whole>({}, at.first, a);
+  encode_all();
+  __syncwarp();
 }
 
 template <class Traits>
@@ -134,13 +170,24 @@ __device__ float Consumer<Traits>::raise(int r, float most) {
   flags_ |= kRaised;
   const bool rises = most > 0.0F && (is_unset(r) || to_e4m3(most, 0.0F) == kLargestCode);
   // ceil(log2(most)) - 8.
-  return move(r, rises, static_cast<float>((__float_as_int(most) - 1) >> 23) - 134.0F);
+  return move(r, rises, static_cast<float>(((__float_as_int(most) - 1) >> 23) - 134 + headroom(r)));
 }
 
 template <class Traits>
 __device__ float Consumer<Traits>::raise_far(int r, float most) {
   flags_ |= kRaised;
-  return move(r, most > -INFINITY && (is_unset(r) || most > 8.0F), ceilf(most) - 8.0F);
+  return move(r, most > -INFINITY && (is_unset(r) || most > 8.0F),
+              ceilf(most) - 8.0F + static_cast<float>(headroom(r)));
+}
+
+template <class Traits>
+__device__ int Consumer<Traits>::headroom(int r) const {
+  const std::int32_t end = __float_as_int(kept(Kept::end, r));
+  const std::int32_t total = end - __float_as_int(kept(Kept::begin, r));
+  const std::int32_t met = (end - 1) % Traits::kKeys + 1;
+  if (!is_unset(r) || total <= met) return 0;
+  const int most = total <= 512 ? 1 : total <= 2048 ? 2 : 3;
+  return min(1 + (__clz(met) - __clz(total)) / 3, most);
 }
 
 template <class Traits>
@@ -164,6 +211,20 @@ __device__ std::uint32_t Consumer<Traits>::encode(const Spans& seen, std::int32_
     full |= fresh[2 * a + r] + kToFull;
   }
   return full;
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::encode_all() {
+  std::uint32_t before[kCodes];
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(kCodes); ++i) before[i] = fresh[i];
+#pragma unroll
+  for (int a = 0; a < static_cast<int>(kScores) / 8; ++a) encode<Whole>({}, 0, a);
+  // Made from those before as far as the compiler knows. Else these have registers of their own, to which every other
+  // tile copies its codes.
+  const std::uint32_t none = flags_ >> 31;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(kCodes); ++i) fresh[i] = __byte_perm(fresh[i], before[i], 0x3210U | none);
 }
 
 }  // namespace mxflash::cuda
