@@ -334,11 +334,6 @@ class Consumer {
   __device__ float raise(int r, float most);
   /// By the largest logit less the base.
   __device__ float raise_far(int r, float most);
-  /// Octaves that a row's first tile leaves for larger logits of those to come, by how many more keys there are: of
-  /// random logits the largest grows with their number. Nothing of a later row is asked. A base that need not rise
-  /// saves a second encoding, for which the other warps of the group would wait. It costs bits of weights below the
-  /// codes' normal range, and shows in rows of constant V: few octaves where there are few keys.
-  [[nodiscard]] __device__ int headroom(int r) const;
   [[nodiscard]] __device__ bool is_unset(int r) const { return (flags_ & kUnset << r) != 0; }
   __device__ float move(int r, bool rises, float by);
 

@@ -170,24 +170,13 @@ __device__ float Consumer<Traits>::raise(int r, float most) {
   flags_ |= kRaised;
   const bool rises = most > 0.0F && (is_unset(r) || to_e4m3(most, 0.0F) == kLargestCode);
   // ceil(log2(most)) - 8.
-  return move(r, rises, static_cast<float>(((__float_as_int(most) - 1) >> 23) - 134 + headroom(r)));
+  return move(r, rises, static_cast<float>((__float_as_int(most) - 1) >> 23) - 134.0F);
 }
 
 template <class Traits>
 __device__ float Consumer<Traits>::raise_far(int r, float most) {
   flags_ |= kRaised;
-  return move(r, most > -INFINITY && (is_unset(r) || most > 8.0F),
-              ceilf(most) - 8.0F + static_cast<float>(headroom(r)));
-}
-
-template <class Traits>
-__device__ int Consumer<Traits>::headroom(int r) const {
-  const std::int32_t end = __float_as_int(kept(Kept::end, r));
-  const std::int32_t total = end - __float_as_int(kept(Kept::begin, r));
-  const std::int32_t met = (end - 1) % Traits::kKeys + 1;
-  if (!is_unset(r) || total <= met) return 0;
-  const int most = total <= 512 ? 1 : total <= 2048 ? 2 : 3;
-  return min(1 + (__clz(met) - __clz(total)) / 3, most);
+  return move(r, most > -INFINITY && (is_unset(r) || most > 8.0F), ceilf(most) - 8.0F);
 }
 
 template <class Traits>
