@@ -1,4 +1,4 @@
-// Backward, E4M3 with an exponent a token. A block is persistent: one thread takes key tiles and fetches, one adds dQ
+// Backward, E4M3 with an exponent a token. A block is persistent: one thread takes key tiles and fetches, two add dQ
 // up, two warpgroups of consumers have 64 keys each and meet their queries, 64 at a time. All five products are of
 // codes: S^T = K Q^T and dP^T = V dO^T, whose accumulators become, as codes, operands of dV = P^T dO and dK = dS^T Q
 // without leaving their thread; for dQ = dS K, dS goes through shared memory, where all keys of the tile meet.

@@ -156,7 +156,7 @@ struct BackwardArguments {
   float logit_scale = 0;
   float scale = 0;
   std::int32_t blocks = 0;    ///< At most so many, which scratch has room for: one a processor.
-  bool deterministic = true;  ///< dQ's sums in the order of the keys.
+  bool deterministic = true;  ///< dQ adds up from the last key tile to the first.
   ScoreScale ds_scale = ScoreScale::square;
   DType dtype = DType::bf16;
   void* dv = nullptr;                ///< [tokens_k, kv_heads, value_dim]

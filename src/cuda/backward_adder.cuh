@@ -84,8 +84,8 @@ class QueryAdder {
   }
 
   /// Key tiles that see the same queries come one after the other, from the last of these. They were all taken before
-  /// this one: none waits for ever. Each begins at its first queries, which are those that the tile after it has not
-  /// yet come to or has left behind: so none waits long.
+  /// this one: none waits for ever. Under a causal mask each begins two tiles of queries before the one after it, and
+  /// so comes to what that has left behind: none waits long.
   [[nodiscard]] __device__ std::uint32_t tiles_before(const KeyItem& item, std::int32_t first) const {
     const std::int32_t last = min(first + kQueryTile, item.queries) - 1;
     const std::int64_t most = min(last + item.offset() + p.band.right, std::int64_t{item.keys_of_document} - 1);

@@ -100,8 +100,9 @@ class KeyConsumer {
     Weighing some;
   };
 
-  /// All lanes: what each has done is done before. The lanes that arrive stay together.
+  /// All lanes: what each has done is done before. The arrival alone does not tell the compiler.
   static __device__ void release(Barrier& barrier) {
+    asm volatile("" ::: "memory");
     barrier.arrive();
     __syncwarp();
   }
