@@ -421,7 +421,7 @@ def documented_bytes(p):
     queries, keys = p["q"].shape[0] * p["q"].shape[1], p["k"].shape[0] * p["k"].shape[1]
     kept = 664 * queries + 265 * keys
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    return kept, kept + (256 + 925) * queries + (512 + 768) * keys + processors * 2**17
+    return kept, kept + (256 + 925) * queries + (512 + 256) * keys + processors * 2**17
 
 
 @on_device
