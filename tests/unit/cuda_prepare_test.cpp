@@ -663,6 +663,7 @@ TEST_F(CudaPrepare, SumsAreRotatedBackAndRounded) {
     const std::vector<float> dk_sums = random_sums(sizes.rows_k() * sizes.kv_heads * saved.sizes.dims, 2);
     const cuda::DeviceMemory on_device[] = {uploaded(dq_sums), uploaded(dk_sums)};
     std::vector<cuda::RowRecord> rows;
+    rows.reserve(static_cast<std::size_t>(sizes.rows_q() * sizes.heads));
     for (std::int64_t i = 0; i < sizes.rows_q() * sizes.heads; ++i) rows.push_back(row_record(i));
     const cuda::DeviceMemory records = uploaded(rows);
     cuda::Workspace saved_work = saved.work;
