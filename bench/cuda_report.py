@@ -53,6 +53,8 @@ def load(path, versions, settings):
     run = json.loads(path.read_text(encoding="utf-8"))
     if run["settings"] != settings:
         raise ValueError(f"{path}: a run with {run['settings']} given, {settings} allowed")
+    if run["versions"] != versions:
+        raise ValueError(f"{path}: a run on {run['versions']} given, {versions} allowed")
     return run
 
 

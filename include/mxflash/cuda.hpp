@@ -66,7 +66,7 @@ struct BackwardCall {
 struct Execution {
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;
-  void* stream = nullptr;  ///< A cudaStream_t.
+  void* stream = nullptr;  ///< A cudaStream_t of the current device; another's is an error of the runtime.
 };
 
 /// Whether this build and the current device can run it at all; the error says what is missing.
@@ -77,7 +77,8 @@ Status supports(const Recipe& recipe);
 /// Depends on shapes, types and the number of documents alone. Refuses what forward refuses, but does not ask where
 /// memory lies.
 Result<std::size_t> workspace_bytes(const ForwardCall& call, const Recipe& recipe);
-/// Refuses whatever the host can see, memory of the host and of another device too, before anything is written. Offsets
+/// Refuses whatever the host can see, memory of the host and of another device too, before anything is written; while
+/// the stream captures, an address that the runtime does not know is taken, since the graph may allocate it. Offsets
 /// are checked on the device: malformed ones fill o and lse with NaN and are reported by `check`.
 Status forward(const ForwardCall& call, const Recipe& recipe, const Execution& execution);
 

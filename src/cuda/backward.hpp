@@ -3,7 +3,7 @@
 //
 // schedule: key tiles, longest first.  prepare: dO to codes and D; q, k, dO codes transposed, v codes by rows; one
 // record a tile of queries.  backward: a key tile walks the queries that see it; dK and dV stay with it, dQ is added up
-// in FP32.  finish: dQ is rotated back and rounded.
+// in FP32.  finish: dQ is rotated back and rounded, and dK where the kernel's dims are more than 128.
 #pragma once
 
 #include <cstddef>

@@ -305,7 +305,8 @@ class Consumer {
   template <class Tile>
   __device__ void weigh_plain(const KeyScale* key_scale, std::int32_t first, const Spans& seen);
 
-  /// The same of a tile in which a row sees its first key: no base is known that codes could be made by.
+  /// The same of a cut tile in which a row sees its first key: of that one no base is known that codes could be made
+  /// by.
   __device__ void weigh_first(const KeyScale* key_scale, std::int32_t first, const Spans& seen);
 
   /// Weights of keys that a row does not see are 0.

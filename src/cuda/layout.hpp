@@ -104,8 +104,8 @@ struct KeyScale {
 };
 /// What the forward leaves of a query for the backward: weights are codes 2^(unit - value_exponent) inverse.
 struct RowRecord {
-  float base = 0;     ///< m - 8, an integer: codes are those of 2^(logit - base).
-  float inverse = 0;  ///< 1 / the row sum, in units of 2^(base - unit).
+  float base = 0;     ///< The last reference, m - 8 or an octave less, an integer: codes are those of 2^(logit - base).
+  float inverse = 0;  ///< 1 / the row sum, in units of 2^(base - unit); 0: the query sees no key.
   float unit = 0;     ///< An integer.
   float most = 0;     ///< Largest value_exponent of the keys it sees where its item has irregular tiles, else -inf.
 };

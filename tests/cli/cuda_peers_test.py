@@ -50,9 +50,8 @@ class Files(unittest.TestCase):
             options = argparse.Namespace(json=pathlib.Path(folder, "run.json"), markdown=None)
             self.assertEqual(cuda_report.load(options.json, [], SETTINGS)["workloads"], [])
             cuda_report.save(run_of(entry("first")), options)
-            again = cuda_report.load(options.json, ["another"], SETTINGS)
+            again = cuda_report.load(options.json, ["a device"], SETTINGS)
             self.assertEqual(cuda_report.begun(again), {"first"})
-            self.assertEqual(again["versions"], ["a device"])
             self.assertEqual([path.name for path in pathlib.Path(folder).iterdir()], ["run.json"])
 
     def test_a_run_with_other_settings_is_refused(self):
@@ -60,7 +59,14 @@ class Files(unittest.TestCase):
             path = pathlib.Path(folder, "run.json")
             path.write_text(json.dumps(run_of()), encoding="utf-8")
             with self.assertRaisesRegex(ValueError, "'rounds': 2.*'rounds': 3.* allowed"):
-                cuda_report.load(path, [], SETTINGS | {"rounds": 3})
+                cuda_report.load(path, ["a device"], SETTINGS | {"rounds": 3})
+
+    def test_a_run_on_another_device_is_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "run.json")
+            path.write_text(json.dumps(run_of()), encoding="utf-8")
+            with self.assertRaisesRegex(ValueError, "'a device'.*'another'.* allowed"):
+                cuda_report.load(path, ["another"], SETTINGS)
 
 
 class Reports(unittest.TestCase):
