@@ -43,17 +43,19 @@ class QueryAdder {
         wait_turn(turn, before);
       }
       shared.dq_full[own_].wait(now / kAdders % 2);
-      give(work, {head, tile * kQueryTile, before == 0});
+      give(work, {head, tile * kQueryTile, before == 0 ? Sum::first : Sum::further});
       asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
       shared.dq_empty.arrive();
       if (p.deterministic) end_turn(turn);
     }
   }
 
+  /// Of all that add to the sums of a tile: before the first there is nothing yet.
+  enum class Sum : std::uint8_t { first, further };
   struct Spot {
     std::int32_t head;
     std::int32_t first;  ///< Query.
-    bool is_first;       ///< Of all that add to these sums: there is nothing yet.
+    Sum sum;
   };
 
   __device__ void give(const KeyWork& work, const Spot& at) const {
@@ -61,19 +63,19 @@ class QueryAdder {
     float* to = p.workspace.dq_sums + work.part * Traits::kOut +
                 (at.head * p.sizes.forward.rows_q() + work.item.query_row + at.first) * Traits::kDims;
     if constexpr (Traits::kDims == Traits::kOut) {
-      give(to, shared.dq, rows * Traits::kOut, at.is_first);
+      give(to, shared.dq, rows * Traits::kOut, at.sum);
     } else {
 #pragma unroll 1
       for (std::int32_t row = 0; row < rows; ++row, to += Traits::kDims) {
-        give(to, shared.dq + row * Traits::kOut, Traits::kOut, at.is_first);
+        give(to, shared.dq + row * Traits::kOut, Traits::kOut, at.sum);
       }
     }
   }
 
-  static __device__ void give(float* to, const float* from, std::int32_t count, bool is_first) {
+  static __device__ void give(float* to, const float* from, std::int32_t count, Sum sum) {
     const std::uint32_t place = cute::cast_smem_ptr_to_uint(from);
     const auto bytes = count * static_cast<std::int32_t>(sizeof(float));
-    if (is_first) {
+    if (sum == Sum::first) {
       asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(place), "r"(bytes)
                    : "memory");
     } else {

@@ -115,7 +115,7 @@ class KeyConsumer {
     left_ = heads() * (item.end_tile - item.first_tile);
     keys_ = uniform(shared_place(&shared.keys[keys.stage()]) + static_cast<std::uint32_t>(group() * kOwnRows / kStep));
     wait_for_queries(tile_);
-    multiply_scores(tile_, false);
+    multiply_scores(queries_of(tile_));
     cute::warpgroup_wait<0>();
     fence(scores);
     std::int32_t first = item.first_tile * kQueryTile;  // Of a tile's queries.
@@ -166,7 +166,7 @@ class KeyConsumer {
     multiply_queries();
     if constexpr (kAhead) {
       if (!there) wait_for_queries(tile_ + 1);
-      multiply_scores(tile_ + 1, last);
+      multiply_scores(next_queries());
     }
     cute::warpgroup_wait<kAhead ? 1 : 0>();
     fence(dk);
@@ -177,7 +177,7 @@ class KeyConsumer {
     give_queries(row, scale);
     if constexpr (!kAhead) {
       if (!last) wait_for_queries(tile_ + 1);
-      multiply_scores(tile_ + 1, last);
+      multiply_scores(next_queries());
     }
     if (!last) {
       ++tile_;
@@ -265,11 +265,18 @@ class KeyConsumer {
     shared.queries_full[tile % Traits::kQueryStages].wait(tile / Traits::kQueryStages % 2);
   }
 
-  /// Of a tile whose queries are there. None: of anything, so that what the compiler sees is always the same.
-  __device__ void multiply_scores(std::uint32_t tile, bool none) {
-    queries_ = base_ + static_cast<std::uint32_t>(offsetof(Shared, queries) / kStep) +
-               tile % Traits::kQueryStages * static_cast<std::uint32_t>(sizeof(Queries) / kStep);
-    queries_ = uniform(none ? keys_ : queries_);
+  /// As `queries_`, of a tile.
+  [[nodiscard]] __device__ std::uint32_t queries_of(std::uint32_t tile) const {
+    return base_ + static_cast<std::uint32_t>(offsetof(Shared, queries) / kStep) +
+           tile % Traits::kQueryStages * static_cast<std::uint32_t>(sizeof(Queries) / kStep);
+  }
+
+  /// Where the next tile's lie; after the last anything, so that what the compiler sees is always the same.
+  [[nodiscard]] __device__ std::uint32_t next_queries() const { return left_ == 0 ? keys_ : queries_of(tile_ + 1); }
+
+  /// Of queries that are there, where they lie.
+  __device__ void multiply_scores(std::uint32_t where) {
+    queries_ = uniform(where);
     fence(scores);
     cute::warpgroup_arrive();
     multiply_rows(keys_ + offsetof(Keys, keys) / kStep, queries_ + offsetof(Queries, queries) / kStep, scores);
