@@ -43,6 +43,18 @@ def in_threads(function, count):
     return results
 
 
+def beside_device_0(function):
+    """What it returns where device 0 is the current one, which it must still be afterwards."""
+
+    def call(_):
+        torch.cuda.set_device(0)
+        return function(), torch.cuda.current_device()
+
+    ((got, current),) = in_threads(call, 1)
+    assert current == 0
+    return got
+
+
 def assert_same(got, want, names=("o", "lse")):
     for name, a, b in zip(names, got, want, strict=True):
         assert_same_bits(a.cpu(), b.cpu(), name)

@@ -18,6 +18,7 @@ from cuda_support import (
     NAMES,
     NO_DEVICE,
     assert_same,
+    beside_device_0,
     cuda,
     cycles,
     in_threads,
@@ -221,12 +222,7 @@ def test_c26_tensors_of_another_device(problem):
     want = run(cuda(p, "cuda:0"))
     there = cuda(p, "cuda:1")
 
-    def call(_):
-        torch.cuda.set_device(0)
-        return run(there, validate=True), torch.cuda.current_device()
-
-    ((got, current),) = in_threads(call, 1)
-    assert current == 0
+    got = beside_device_0(lambda: run(there, validate=True))
     assert got[0].device == torch.device("cuda:1")
     assert_same(got, want)
     with pytest.raises(ValueError, match="k: on cuda:0 given, cuda:1 allowed"):

@@ -16,6 +16,7 @@ from cuda_support import (
     LENGTHS,
     NAMES,
     assert_same,
+    beside_device_0,
     cuda,
     cycles,
     in_threads,
@@ -352,12 +353,7 @@ def test_c26_gradients_on_another_device(recipe, problem):
     want = run(cuda(p), recipe=recipe)
     there = cuda(p, "cuda:1")
 
-    def train(_):
-        torch.cuda.set_device(0)
-        return run(there, recipe=recipe), torch.cuda.current_device()
-
-    ((got, current),) = in_threads(train, 1)
-    assert current == 0
+    got = beside_device_0(lambda: run(there, recipe=recipe))
     assert all(tensor.device == torch.device("cuda:1") for tensor in got)
     assert_same(got, want, ("o", *GRADIENTS))
 
