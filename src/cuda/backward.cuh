@@ -70,12 +70,27 @@ struct KeyWork {
   Range range;
 };
 
-/// What a thread knows of its two keys. Without value: factor 0, exponent 0, no queries.
+/// Two numbers that are exact in BF16, in one register.
+class BfloatPair {
+ public:
+  __device__ void set(float low, float high) {
+    bits_ = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+  }
+  [[nodiscard]] __device__ float low() const { return __uint_as_float(bits_ << 16); }
+  [[nodiscard]] __device__ float high() const { return __uint_as_float(bits_ & 0xFFFF0000U); }
+
+ private:
+  std::uint32_t bits_ = 0;
+};
+
+/// Of a thread's two keys. Without value: factor 0, exponent 0.
+struct KeyPair {
+  BfloatPair factor;    ///< 2^(exponent of K); NaN: poisoned
+  BfloatPair exponent;  ///< Of V.
+};
+
+/// Which queries see a thread's two keys. Without value: none.
 struct alignas(16) KeyRows {
-  float factor[2];        ///< 2^(exponent of K); NaN: poisoned
-  float exponent[2];      ///< Of V.
-  float light[2];         ///< 2^-exponent
-  float weight[2];        ///< 256 2^-(exponent + dO's base) / scale: makes of a code times a slope a code of dV.
   std::int32_t begin[2];  ///< Of the document, the first query that sees the key,
   std::int32_t end[2];    ///< and the one after the last.
 
@@ -88,6 +103,7 @@ struct KeySums {
   std::int32_t base;         ///< Unit of dV's sums: the largest exponent of dO.
   std::int32_t moved;        ///< Not 0: sums wait in global memory.
   float key_most;            ///< Largest factor of K.
+  float weight;              ///< 256 2^-base / scale: with 2^-exponent makes of a code times a slope a code of dV.
   std::int32_t whole_begin;  ///< Queries [whole_begin, whole_end) see all of the warp's keys.
   std::int32_t whole_end;
 };

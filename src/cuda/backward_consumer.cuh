@@ -79,10 +79,14 @@ class KeyConsumer {
   [[nodiscard]] __device__ int key() const { return slot() * 16 + lane() / 4 * 2; }
   /// Registers are short: what is seldom used lies in shared memory.
   [[nodiscard]] __device__ KeyRows& rows() const { return shared.rows[thread_]; }
+  [[nodiscard]] __device__ float factor(int r) const { return r == 0 ? pair_.factor.low() : pair_.factor.high(); }
+  [[nodiscard]] __device__ float exponent(int r) const { return r == 0 ? pair_.exponent.low() : pair_.exponent.high(); }
+  /// 2^-exponent
+  [[nodiscard]] __device__ float light(int r) const { return exact_pow2(-exponent(r)); }
   [[nodiscard]] __device__ KeySums& kept() const { return shared.sums[slot()]; }
 
   enum class Kind : std::uint32_t { whole, cut, apart };
-  /// Of KeyRows.
+  /// Of KeyPair; weight as KeySums::weight, of a key.
   struct KeyFactors {
     float factor[2];
     float exponent[2];
@@ -120,15 +124,16 @@ class KeyConsumer {
     fence(scores);
     std::int32_t first = item.first_tile * kQueryTile;  // Of a tile's queries.
     Kind kind = kind_of(work, first);
+    bool enters = true;
     do {
-      const bool enters = first == item.first_tile * kQueryTile;
       const bool full = product_ == ScaleOut::One && left_ % kQueryTilesBetweenSums == 0;
       if (full || (enters && is_far(work, head_of(work, left_ - 1)))) move_sums();
       --left_;
       if (enters) enter(work, head_of(work, left_));
-      walk(first, kind);
+      const std::int32_t next = walk(first, kind);
       ++tile_;
-      first = following(item, first);
+      enters = next <= first;
+      first = next;
     } while (left_ > 0);
     store(work);
   }
@@ -149,8 +154,9 @@ class KeyConsumer {
   /// By its place, which is one register.
   [[nodiscard]] __device__ const KeyWork& work_now() const { return shared.work[opaque(keys.stage())]; }
 
-  /// One tile of queries, whose scores are there; makes those of the next, and looks ahead at it.
-  __device__ void walk(std::int32_t first, Kind& kind) {
+  /// One tile of queries, whose scores are there; makes those of the next, and looks ahead at it. The first query of
+  /// that.
+  __device__ std::int32_t walk(std::int32_t first, Kind& kind) {
     weigh_tile(first, kind);
     differentiate_tile(first, kind);
     float scale[2];  // Of the thread's rows of dQ.
@@ -180,8 +186,9 @@ class KeyConsumer {
       multiply_scores(next_queries());
     }
     if (!last) {
+      first = following(work_now().item, first);
       ++tile_;
-      kind = kind_of(work_now(), following(work_now().item, first));
+      kind = kind_of(work_now(), first);
       --tile_;
     }
     cutlass::arch::fence_view_async_shared();
@@ -189,6 +196,7 @@ class KeyConsumer {
     // Not in the next turn of the loop: the compiler makes them wait where it cannot follow.
     cute::warpgroup_wait<0>();
     fence(scores);
+    return first;
   }
 
   /// Sends for dP on the way.
@@ -351,8 +359,10 @@ class KeyConsumer {
   static __device__ float4 four(const float* of, int query) { return *reinterpret_cast<const float4*>(of + query); }
 
   [[nodiscard]] __device__ KeyFactors factors() const {
-    const KeyRows& of = rows();
-    return {{of.factor[0], of.factor[1]}, {of.exponent[0], of.exponent[1]}, {of.weight[0], of.weight[1]}};
+    const float weight = kept().weight;
+    return {{pair_.factor.low(), pair_.factor.high()},
+            {pair_.exponent.low(), pair_.exponent.high()},
+            {finite_product(light(0), weight), finite_product(light(1), weight)}};
   }
   [[nodiscard]] __device__ Weighing weighing(int a) const {
     const QueryTile& of = shared.tiles[stage()];
@@ -369,8 +379,8 @@ class KeyConsumer {
     Differences out;
 #pragma unroll
     for (int a = 0; a < kQueryTile / 16; ++a) out.offset[a] = four(shared.tiles[stage()].offset, 16 * a + 4 * quad());
-    out.light[0] = rows().light[0];
-    out.light[1] = rows().light[1];
+    out.light[0] = light(0);
+    out.light[1] = light(1);
     return out;
   }
 
@@ -405,7 +415,7 @@ class KeyConsumer {
   __device__ void store_codes(int half, const std::uint32_t (&pairs)[4]) const;
   /// K's factors where nothing may come of keys that are not seen: a poisoned one has made dS NaN wherever it is.
   [[nodiscard]] __device__ float2 fold() const {
-    return {fmaxf(rows().factor[0], 0.0F), fmaxf(rows().factor[1], 0.0F)};
+    return {fmaxf(pair_.factor.low(), 0.0F), fmaxf(pair_.factor.high(), 0.0F)};
   }
 
   /// dQ of the tile to shared memory, for QueryAdder.
@@ -433,10 +443,15 @@ class KeyConsumer {
   /// Sums of dK, which lack other dims.
   __device__ void write_sums(const KeyWork& work) const;
   template <class Pair>
-  __device__ void write_pairs(const KeyWork& work, Pair* to_dk, Pair* to_dv) const;
+  __device__ void write_all(const KeyWork& work);
+  /// Of dk or dv.
+  struct Rows {
+    void* to;
+    std::int32_t dims;
+  };
+  /// Eight of a warp's rows at a time go through shared memory, so that sixteen bytes a lane leave side by side.
   template <class Pair>
-  __device__ void write_rows(const float (&sums)[Traits::kSums], const KeyWork& work, Pair* to,
-                             std::int32_t dims) const;
+  __device__ void write_rows(const float (&sums)[Traits::kSums], const KeyWork& work, const Rows& rows);
 
   const BackwardArguments& p;
   BackwardShared<Traits>& shared;
@@ -450,6 +465,7 @@ class KeyConsumer {
   std::uint32_t queries_ = 0;
   std::int32_t left_ = 0;  // Tiles that the key tile meets after this one.
   ScaleOut product_ = ScaleOut::Zero;
+  KeyPair pair_;
   float most[2];  // Of |dS|, by 32 queries.
   float dk[Traits::kSums];
   float dv[Traits::kSums];

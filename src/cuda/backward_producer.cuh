@@ -68,6 +68,7 @@ class KeyProducer {
     const std::uint32_t stage = keys.stage();
     Barrier& full = shared.keys_full[stage];
     shared.keys_empty[stage].wait(keys.phase() ^ 1);
+    cutlass::arch::fence_view_async_shared();  // Rows of dK and dV went through the keys' place.
     KeyWork& work = shared.work[stage];
     take(work);
     keys.template advance<Traits::kKeyStages>();

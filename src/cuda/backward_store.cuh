@@ -10,13 +10,14 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
   const KeyItem& item = work.item;
   const std::int64_t offset = item.offset();
   KeyRows rows;
+  float factor[2];
+  float exponent[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool inside = key() + r < item.keys;
     const KeyScale scale = shared.key_scales[keys.stage()][key() + r];
-    rows.factor[r] = inside ? scale.factor : 0.0F;
-    rows.exponent[r] = inside ? scale.value_exponent : 0.0F;
-    rows.light[r] = exact_pow2(-rows.exponent[r]);
+    factor[r] = inside ? scale.factor : 0.0F;
+    exponent[r] = inside ? scale.value_exponent : 0.0F;
     const std::int64_t place = item.first_key + key() + r - offset;
     const std::int64_t begin = max(place - p.band.right, std::int64_t{0});
     const std::int64_t end = min(place + p.band.left + 1, std::int64_t{item.queries});
@@ -25,11 +26,13 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
     rows.end[r] = seen ? static_cast<std::int32_t>(end) : 0;
   }
   this->rows() = rows;
-  const float factor = fmaxf(fmaxf(rows.factor[0], rows.factor[1]), 0.0F);
-  const float key_most = __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(factor)));
+  pair_.factor.set(factor[0], factor[1]);
+  pair_.exponent.set(exponent[0], exponent[1]);
+  const float most_factor = fmaxf(fmaxf(factor[0], factor[1]), 0.0F);
+  const float key_most = __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(most_factor)));
   const std::int32_t begin = __reduce_max_sync(0xFFFFFFFFU, max(rows.begin[0], rows.begin[1]));
   const std::int32_t end = __reduce_min_sync(0xFFFFFFFFU, min(rows.end[0], rows.end[1]));
-  if (lane() == 0) kept() = {kLeastRaised, 0, 0, key_most, begin, end};
+  if (lane() == 0) kept() = {kLeastRaised, 0, 0, key_most, 0, begin, end};
   __syncwarp();
 }
 
@@ -45,11 +48,11 @@ template <class Traits>
 __device__ void KeyConsumer<Traits>::enter(const KeyWork& work, std::int32_t head) {
   const int base = base_of(work, head);
   if (product_ == ScaleOut::One) scale_sums(dv, exact_pow2(static_cast<float>(kept().base - base)));
-  KeyRows& rows = this->rows();
-#pragma unroll
-  for (int r = 0; r < 2; ++r) rows.weight[r] = finite_product(rows.light[r], ldexpf(1.0F / p.scale, 8 - base));
   __syncwarp();
-  if (lane() == 0) kept().base = base;
+  if (lane() == 0) {
+    kept().base = base;
+    kept().weight = ldexpf(1.0F / p.scale, 8 - base);
+  }
   __syncwarp();
 }
 
@@ -114,7 +117,7 @@ template <class Traits>
 __device__ void KeyConsumer<Traits>::store_nothing(const KeyWork& work) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(Traits::kSums); ++i) dk[i] = dv[i] = 0;
-  write(work, {kLeastRaised, 0, 0, 0, 0, 0});
+  write(work, {kLeastRaised, 0, 0, 0, 0, 0, 0});
 }
 
 template <class Traits>
@@ -155,9 +158,9 @@ __device__ void KeyConsumer<Traits>::write(const KeyWork& work, const KeySums& o
     write_sums(work);
   }
   switch (p.dtype) {
-    case DType::bf16: return write_pairs(work, static_cast<__nv_bfloat162*>(p.dk), static_cast<__nv_bfloat162*>(p.dv));
-    case DType::f16: return write_pairs(work, static_cast<__half2*>(p.dk), static_cast<__half2*>(p.dv));
-    default: return write_pairs(work, static_cast<float2*>(p.dk), static_cast<float2*>(p.dv));
+    case DType::bf16: return write_all<__nv_bfloat162>(work);
+    case DType::f16: return write_all<__half2>(work);
+    default: return write_all<float2>(work);
   }
 }
 
@@ -206,31 +209,57 @@ __device__ void KeyConsumer<Traits>::write_sums(const KeyWork& work) const {
   }
 }
 
-__device__ inline void write_pair(float low, float high, float2* to) { *to = {low, high}; }
-__device__ inline void write_pair(float low, float high, __nv_bfloat162* to) { *to = __floats2bfloat162_rn(low, high); }
-__device__ inline void write_pair(float low, float high, __half2* to) { *to = __floats2half2_rn(low, high); }
+__device__ inline void round_pair(float low, float high, float2& to) { to = {low, high}; }
+__device__ inline void round_pair(float low, float high, __nv_bfloat162& to) { to = __floats2bfloat162_rn(low, high); }
+__device__ inline void round_pair(float low, float high, __half2& to) { to = __floats2half2_rn(low, high); }
 
 template <class Traits>
 template <class Pair>
-__device__ void KeyConsumer<Traits>::write_pairs(const KeyWork& work, Pair* to_dk, Pair* to_dv) const {
-  if constexpr (Traits::kDims == Traits::kOut) write_rows(dk, work, to_dk, p.sizes.forward.head_dim);
-  write_rows(dv, work, to_dv, p.sizes.forward.value_dim);
+__device__ void KeyConsumer<Traits>::write_all(const KeyWork& work) {
+  // Another warp's products may still read the keys whose place the rows take.
+  cutlass::arch::NamedBarrier::sync(kWarpgroup, static_cast<std::uint32_t>(group()));
+  if constexpr (Traits::kDims == Traits::kOut) write_rows<Pair>(dk, work, {p.dk, p.sizes.forward.head_dim});
+  write_rows<Pair>(dv, work, {p.dv, p.sizes.forward.value_dim});
 }
 
 template <class Traits>
 template <class Pair>
-__device__ void KeyConsumer<Traits>::write_rows(const float (&sums)[Traits::kSums], const KeyWork& work, Pair* to,
-                                                std::int32_t dims) const {
-  const std::int32_t kv_heads = p.sizes.forward.kv_heads;
-  const int first = work.part * Traits::kOut + 2 * quad();
-  const std::int64_t row = (std::int64_t{work.item.key_row} + key()) * kv_heads + work.kv_head;
-  to += (row * dims + first) / 2;
+__device__ void KeyConsumer<Traits>::write_rows(const float (&sums)[Traits::kSums], const KeyWork& work,
+                                                const Rows& rows) {
+  constexpr int kParts = static_cast<int>(sizeof(Pair)) / 4;            // Of a row, one after the other.
+  constexpr int kBytes = 2 * Traits::kOut;                              // Of a part.
+  constexpr int kPairs = static_cast<int>(Traits::kSums) / 4 / kParts;  // Of a lane, in a part.
+  constexpr int kChunks = kBytes / 16;
+  constexpr int kDims = Traits::kOut / kParts;
+  constexpr int kTogether = 32 / kChunks;  // Rows.
+  const std::int64_t pitch = std::int64_t{p.sizes.forward.kv_heads} * rows.dims * kParts * 2;
+  const int mine = lane();
+  const int chunk = mine % kChunks;
+  auto* own = reinterpret_cast<std::byte*>(shared.keys[keys.stage()].keys) + slot() * 8 * kBytes;
 #pragma unroll
-  for (int r = 0; r < 2; ++r, to += std::int64_t{kv_heads} * dims / 2) {
-    if (key() + r >= work.item.keys) return;
+  for (int r = 0; r < 2; ++r) {
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(Traits::kSums) / 4; ++i) {
-      if (first + 8 * i < dims) write_pair(sums[4 * i + 2 * r], sums[4 * i + 2 * r + 1], to + 4 * i);
+    for (int part = 0; part < kParts; ++part) {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int byte = (8 * i + 2 * (mine % 4)) * 2 * kParts;
+        const int at = mine / 4 * kBytes + ((byte / 16) ^ (mine / 4)) * 16 + byte % 16;
+        const float* two = sums + 4 * (part * kPairs + i) + 2 * r;
+        round_pair(two[0], two[1], *reinterpret_cast<Pair*>(own + at));
+      }
+      __syncwarp();
+      const int dim = work.part * Traits::kOut + part * kDims + chunk * (kDims / kChunks);
+      const std::int64_t first = std::int64_t{work.item.key_row} + slot() * 16 + r;
+      auto* to = static_cast<std::byte*>(rows.to) + first * pitch +
+                 (std::int64_t{work.kv_head} * rows.dims + dim) * 2 * kParts;
+#pragma unroll
+      for (int n = 0; n < 8; n += kTogether) {
+        const int row = n + mine / kChunks;
+        const bool inside = slot() * 16 + 2 * row + r < work.item.keys && dim < rows.dims;
+        const auto* from = own + row * kBytes + (chunk ^ row) * 16;
+        if (inside) *reinterpret_cast<uint4*>(to + 2 * row * pitch) = *reinterpret_cast<const uint4*>(from);
+      }
     }
   }
 }

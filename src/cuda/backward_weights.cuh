@@ -85,16 +85,15 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, std::int32
           continue;
         }
         const RowRecord record = p.saved.rows[row + query];
-        const float exponent = fmaxf(rows.exponent[r], kNone);
-        const float factor = of.factor[query] * rows.factor[r];
-        const float logit = fmaf(w, factor, exponent);
+        const float own = fmaxf(exponent(r), kNone);
+        const float by_both = of.factor[query] * factor(r);
+        const float logit = fmaf(w, by_both, own);
         const float x =
-            fabsf(logit) > kPlainLogit ? held(logit, 1e38F) - record.base : fmaf(w, factor, exponent - record.base);
+            fabsf(logit) > kPlainLogit ? held(logit, 1e38F) - record.base : fmaf(w, by_both, own - record.base);
         const float code = from_e4m3(to_e4m3(exp2_fast(x), 0.0F)).x;
-        const bool light =
-            (rows.exponent[r] <= kNone || rows.exponent[r] <= record.most - kLightOctaves) && code < kLeastNormal;
-        const auto unit = static_cast<int>(record.unit - exponent);
-        w = light ? exp2_fast(x - exponent + record.unit) * record.inverse : ldexpf(code * record.inverse, unit);
+        const bool light = (exponent(r) <= kNone || exponent(r) <= record.most - kLightOctaves) && code < kLeastNormal;
+        const auto unit = static_cast<int>(record.unit - own);
+        w = light ? exp2_fast(x - own + record.unit) * record.inverse : ldexpf(code * record.inverse, unit);
         const float dout = p.workspace.dout_records[row + query].factor;
         by[j] = dout > 0 ? ldexpf(w * dout, 8 - kept().base) : dout;
       }
@@ -123,8 +122,8 @@ __device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, st
           continue;
         }
         const DoutRecord dout = douts[query];
-        const auto exponent = static_cast<int>(fmaxf(rows.exponent[r], static_cast<float>(-kE8m0Bias)));
-        const float dp = held(ldexpf(gradients[i] * dout.factor, exponent), 1e38F);
+        const auto own = static_cast<int>(fmaxf(exponent(r), static_cast<float>(-kE8m0Bias)));
+        const float dp = held(ldexpf(gradients[i] * dout.factor, own), 1e38F);
         gradients[i] = held(scores[i] * (dp - held(dout.delta, 1e38F)) * p.scale, 1e30F);
         most[a / 2] = fmaxf(most[a / 2], fabsf(gradients[i]));
       }
