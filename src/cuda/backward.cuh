@@ -65,8 +65,8 @@ struct KeyWork {
   KeyItem item;
   std::int32_t kv_head;  // -1: no more.
   std::int32_t part;
-  std::int32_t rows_q;     // Of a head in the tables.
-  std::int32_t dout_base;  // Of the first head: there nobody waits for it.
+  std::int32_t rows_q;  // Of a head in the tables.
+  std::int32_t dout_base;
   Range range;
 };
 

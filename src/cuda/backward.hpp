@@ -6,6 +6,7 @@
 // in FP32.  finish: dQ is rotated back and rounded, and dK where the kernel's dims are more than 128.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -48,7 +49,8 @@ struct alignas(16) QueryTile {
   float norm;                ///< Largest bound of a norm of q, QueryScale::norm.
   float most;                ///< Largest RowRecord::most.
   std::int32_t irregular;    ///< Not 0: numbers of a query leave the range in which the products above are safe.
-  std::int32_t unused[3];
+  std::int32_t first;        ///< Place of the first query in the document.
+  std::int32_t unused[2];
 };
 
 /// What the tile's records cannot say of a query whose numbers are far apart: then the kernel reads these.
@@ -73,10 +75,69 @@ struct alignas(16) KeyItem {
   std::int32_t end_tile = 0;
   std::int32_t keys_of_document = 0;
   std::int32_t tile_slots = 0;  ///< Sizes::tile_slots.
+  /// Of the whole document, see step_of. 1: tiles of queries are met from the first to the last, one head of the group
+  /// after the other, and key tiles add to dQ from the last to the first; -1: both the other way round, and all heads
+  /// meet a tile before the next.
+  std::int32_t step = 1;
 
   /// Query i stands where key i + offset does.
   [[nodiscard]] constexpr std::int64_t offset() const { return std::int64_t{keys_of_document} - queries; }
+  /// Tiles of queries that see a key.
+  [[nodiscard]] constexpr std::int32_t tiles() const { return end_tile - first_tile; }
+
+  /// A head of a group of `heads` and one of its tiles, the i-th that is met.
+  struct Meeting {
+    std::int32_t head;
+    std::int32_t tile;
+  };
+  [[nodiscard]] constexpr Meeting met(std::int32_t i, std::int32_t heads) const {
+    if (step > 0) return {i / tiles(), first_tile + i % tiles()};
+    return {i % heads, end_tile - 1 - i / heads};
+  }
 };
+
+/// Tiles [first, end) of a document's queries; none: equal.
+struct QueryTiles {
+  std::int32_t first = 0;
+  std::int32_t end = 0;
+};
+
+/// Those that see a key of the tile from `first_key` on, of the document of `item`. Key j is seen by the queries
+/// j - offset - right to j - offset + left.
+constexpr QueryTiles tiles_that_see(const KeyItem& item, std::int32_t first_key, const Band& band) {
+  const std::int32_t end_key = std::min(first_key + kTileRows, item.keys_of_document);
+  const std::int64_t begin = std::max(first_key - item.offset() - band.right, std::int64_t{0});
+  const std::int64_t end = std::min(end_key - item.offset() + band.left, std::int64_t{item.queries});
+  // A band of no width has no keys, though a tile has more than one.
+  if (band.left + band.right < 0 || end <= begin) return {};
+  return {static_cast<std::int32_t>(begin / kQueryTile),
+          static_cast<std::int32_t>((end + kQueryTile - 1) / kQueryTile)};
+}
+
+/// KeyItem::step. The longest pieces of work should come first, and each waits for those before it alone. Under a
+/// causal mask the first key tile meets the most queries. Taken first, it is walked from the last query on, where all
+/// begin: each after the other, an add's latency apart. Taken last, each is walked from its own diagonal, and nobody
+/// waits, but the longest are left for the end. That is worse where the first key tile meets many tiles more than the
+/// last one.
+constexpr std::int32_t step_of(const KeyItem& item, const Band& band, std::int32_t heads_of_group) {
+  constexpr std::int64_t kTurned = 96;
+  const QueryTiles first = tiles_that_see(item, 0, band);
+  const QueryTiles last = tiles_that_see(item, (item.keys_of_document - 1) / kTileRows * kTileRows, band);
+  const std::int32_t more = first.end - first.first - (last.end - last.first);
+  return std::int64_t{more} * heads_of_group >= kTurned ? -1 : 1;
+}
+
+/// Key tiles that add to the sums of a tile of queries before this one: those that see one of its queries are
+/// neighbours, and come one after the other. All of these were taken before this one, and a block does its pieces of
+/// work as it took them: of all that are under way the one taken first waits for nobody, so none waits for ever.
+constexpr std::int32_t tiles_before(const KeyItem& item, std::int32_t tile, const Band& band) {
+  const std::int64_t first = std::int64_t{tile} * kQueryTile + item.offset();
+  const std::int32_t own = item.first_key / kTileRows;
+  if (item.step < 0) return own - static_cast<std::int32_t>(std::max(first - band.left, std::int64_t{0}) / kTileRows);
+  const std::int64_t last = std::min(first + kQueryTile, std::int64_t{item.keys_of_document}) - 1;
+  const std::int64_t most = std::min(last + band.right, std::int64_t{item.keys_of_document} - 1);
+  return static_cast<std::int32_t>(most / kTileRows) - own;
+}
 
 /// The arrays of the backward's workspace, by address.
 struct BackwardWorkspace {
@@ -89,7 +150,7 @@ struct BackwardWorkspace {
   void* sort = nullptr;
   std::size_t sort_bytes = 0;
   std::uint32_t* turns = nullptr;         ///< [heads, query_slots, parts]: key tiles that have added to dQ.
-  std::int32_t* dout_base = nullptr;      ///< [heads, documents]: largest exponent of dO; INT32_MIN: none
+  std::int32_t* dout_base = nullptr;      ///< [kv_heads, documents]: largest exponent of a group's dO; INT32_MIN: none
   DoutRecord* dout_records = nullptr;     ///< [heads, rows_q]
   QueryTile* query_tiles = nullptr;       ///< [heads, query_slots]
   std::uint8_t* dout_codes = nullptr;     ///< E4M3 [heads, rows_q, dims], and 128 rows of anything
@@ -156,7 +217,7 @@ struct BackwardArguments {
   float logit_scale = 0;
   float scale = 0;
   std::int32_t blocks = 0;    ///< At most so many, which scratch has room for: one a processor.
-  bool deterministic = true;  ///< dQ adds up from the last key tile to the first.
+  bool deterministic = true;  ///< dQ adds up in the order that KeyItem::step says.
   ScoreScale ds_scale = ScoreScale::square;
   DType dtype = DType::bf16;
   void* dv = nullptr;                ///< [tokens_k, kv_heads, value_dim]

@@ -1,5 +1,5 @@
-// Two threads that add the tiles' dQ to the sums, in turns, while the consumers go on: in any order, or from the last
-// keys to the first. Two, since in order one sum is waited for until it is there, and the next until its turn.
+// Two threads that add the tiles' dQ to the sums, in turns, while the consumers go on: in any order, or one key tile
+// after the other. Two, since in order one sum is waited for until it is there, and the next until its turn.
 #pragma once
 
 #include "cuda/backward.cuh"
@@ -18,10 +18,12 @@ class QueryAdder {
       shared.keys_full[keys.stage()].wait(keys.phase());
       const KeyWork& work = shared.work[keys.stage()];
       if (work.kv_head < 0) return shared.keys_empty[keys.stage()].arrive();
-      std::int32_t head = work.kv_head * group();
-      do {
-        walk(work, head++);
-      } while (head % group() != 0);
+#pragma unroll 1
+      for (std::int32_t i = 0; i < work.item.tiles() * group(); ++i) {
+        if (tile_++ % kAdders != own_) continue;
+        const KeyItem::Meeting met = work.item.met(i, group());
+        add(work, work.kv_head * group() + met.head, met.tile);
+      }
       shared.keys_empty[keys.stage()].arrive();
       keys.template advance<Traits::kKeyStages>();
     }
@@ -30,24 +32,20 @@ class QueryAdder {
  private:
   [[nodiscard]] __device__ std::int32_t group() const { return p.sizes.forward.heads / p.sizes.forward.kv_heads; }
 
-  __device__ void walk(const KeyWork& work, std::int32_t head) {
-    for (std::int32_t tile = work.item.first_tile; tile < work.item.end_tile; ++tile) {
-      const std::uint32_t now = tile_++;
-      if (now % kAdders != own_) continue;
-      std::uint32_t* turn = nullptr;
-      std::uint32_t before = 1;
-      if (p.deterministic) {
-        turn = p.workspace.turns + work.part +
-               (head * p.sizes.query_slots() + work.item.query_slot + tile) * p.sizes.parts;
-        before = tiles_before(work.item, tile * kQueryTile);
-        wait_turn(turn, before);
-      }
-      shared.dq_full[own_].wait(now / kAdders % 2);
-      give(work, {head, tile * kQueryTile, before == 0 ? Sum::first : Sum::further});
-      asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-      shared.dq_empty.arrive();
-      if (p.deterministic) end_turn(turn);
+  __device__ void add(const KeyWork& work, std::int32_t head, std::int32_t tile) {
+    std::uint32_t* turn = nullptr;
+    std::uint32_t before = 1;
+    if (p.deterministic) {
+      turn =
+          p.workspace.turns + work.part + (head * p.sizes.query_slots() + work.item.query_slot + tile) * p.sizes.parts;
+      before = static_cast<std::uint32_t>(tiles_before(work.item, tile, p.band));
+      wait_turn(turn, before);
     }
+    shared.dq_full[own_].wait((tile_ - 1) / kAdders % 2);
+    give(work, {head, tile * kQueryTile, before == 0 ? Sum::first : Sum::further});
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+    shared.dq_empty.arrive();
+    if (p.deterministic) end_turn(turn);
   }
 
   /// Of all that add to the sums of a tile: before the first there is nothing yet.
@@ -85,15 +83,6 @@ class QueryAdder {
     }
   }
 
-  /// Key tiles that see the same queries come one after the other, from the last of these. They were all taken before
-  /// this one: none waits for ever. Under a causal mask each begins two tiles of queries before the one after it, and
-  /// so comes to what that has left behind: none waits long.
-  [[nodiscard]] __device__ std::uint32_t tiles_before(const KeyItem& item, std::int32_t first) const {
-    const std::int32_t last = min(first + kQueryTile, item.queries) - 1;
-    const std::int64_t most = min(last + item.offset() + p.band.right, std::int64_t{item.keys_of_document} - 1);
-    return static_cast<std::uint32_t>(static_cast<std::int32_t>(most / kTileRows) - item.first_key / kTileRows);
-  }
-
   static __device__ void wait_turn(const std::uint32_t* turn, std::uint32_t before) {
     std::uint32_t now = 0;
     do {
@@ -111,7 +100,7 @@ class QueryAdder {
   const BackwardArguments& p;
   BackwardShared<Traits>& shared;
   const std::uint32_t own_;
-  std::uint32_t tile_ = 0;  // Of all that the block meets.
+  std::uint32_t tile_ = 0;  // Of all that the block meets, the next.
   Place keys;
 };
 

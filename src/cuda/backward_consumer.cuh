@@ -116,47 +116,35 @@ class KeyConsumer {
     if (item.end_tile <= item.first_tile) return store_nothing(work);
     prepare(work);
     product_ = ScaleOut::Zero;
-    left_ = heads() * (item.end_tile - item.first_tile);
+    left_ = heads() * item.tiles();
     keys_ = uniform(shared_place(&shared.keys[keys.stage()]) + static_cast<std::uint32_t>(group() * kOwnRows / kStep));
     wait_for_queries(tile_);
     multiply_scores(queries_of(tile_));
     cute::warpgroup_wait<0>();
     fence(scores);
-    std::int32_t first = item.first_tile * kQueryTile;  // Of a tile's queries.
+    std::int32_t first = shared.tiles[stage()].first;  // Of a tile's queries.
     Kind kind = kind_of(work, first);
-    bool enters = true;
     do {
-      const bool full = product_ == ScaleOut::One && left_ % kQueryTilesBetweenSums == 0;
-      if (full || (enters && is_far(work, head_of(work, left_ - 1)))) move_sums();
+      if (product_ == ScaleOut::One && left_ % kQueryTilesBetweenSums == 0) move_sums();
       --left_;
-      if (enters) enter(work, head_of(work, left_));
-      const std::int32_t next = walk(first, kind);
+      walk(first, kind);
       ++tile_;
-      enters = next <= first;
-      first = next;
     } while (left_ > 0);
     store(work);
-  }
-
-  /// The first of the queries that are met next, of the same head or of another.
-  static __device__ std::int32_t following(const KeyItem& item, std::int32_t first) {
-    first += kQueryTile;
-    return first < item.end_tile * kQueryTile ? first : item.first_tile * kQueryTile;
   }
 
   /// Of a key/value head.
   [[nodiscard]] __device__ std::int32_t heads() const { return p.sizes.forward.heads / p.sizes.forward.kv_heads; }
   /// Of a tile with so many after it. Seldom asked for, and registers are short.
   [[nodiscard]] __device__ std::int32_t head_of(const KeyWork& work, std::int32_t left) const {
-    return (work.kv_head + 1) * heads() - 1 - left / (work.item.end_tile - work.item.first_tile);
+    return work.kv_head * heads() + work.item.met(work.item.tiles() * heads() - 1 - left, heads()).head;
   }
 
   /// By its place, which is one register.
   [[nodiscard]] __device__ const KeyWork& work_now() const { return shared.work[opaque(keys.stage())]; }
 
-  /// One tile of queries, whose scores are there; makes those of the next, and looks ahead at it. The first query of
-  /// that.
-  __device__ std::int32_t walk(std::int32_t first, Kind& kind) {
+  /// One tile of queries, whose scores are there; makes those of the next, and looks ahead at it.
+  __device__ void walk(std::int32_t& first, Kind& kind) {
     weigh_tile(first, kind);
     differentiate_tile(first, kind);
     float scale[2];  // Of the thread's rows of dQ.
@@ -186,8 +174,8 @@ class KeyConsumer {
       multiply_scores(next_queries());
     }
     if (!last) {
-      first = following(work_now().item, first);
       ++tile_;
+      first = shared.tiles[stage()].first;
       kind = kind_of(work_now(), first);
       --tile_;
     }
@@ -196,7 +184,6 @@ class KeyConsumer {
     // Not in the next turn of the loop: the compiler makes them wait where it cannot follow.
     cute::warpgroup_wait<0>();
     fence(scores);
-    return first;
   }
 
   /// Sends for dP on the way.
@@ -256,15 +243,6 @@ class KeyConsumer {
 
   /// What does not change while the keys walk.
   __device__ void prepare(const KeyWork& work);
-  /// Largest exponent of dO; of a head without any, that of the head before.
-  [[nodiscard]] __device__ int base_of(const KeyWork& work, std::int32_t head) const;
-  /// Whether in a head's unit sums of the one before might leave FP32; those that wait are in none.
-  [[nodiscard]] __device__ bool is_far(const KeyWork& work, std::int32_t head) const {
-    constexpr int kSafe = 64;
-    return product_ == ScaleOut::One && abs(kept().base - base_of(work, head)) > kSafe;
-  }
-  /// The next head of the group: dO's exponents have another base there.
-  __device__ void enter(const KeyWork& work, std::int32_t head);
 
   [[nodiscard]] __device__ bool queries_there(std::uint32_t tile) const {
     return shared.queries_full[tile % Traits::kQueryStages].test_wait(tile / Traits::kQueryStages % 2);

@@ -18,11 +18,10 @@ class KeyProducer {
       fetch_keys();
       if (work.kv_head < 0) return;
       const std::int32_t group = sizes.heads / sizes.kv_heads;
-      for (std::int32_t i = 0; i < group; ++i) {
-        const std::int32_t head = work.kv_head * group + i;
-        for (std::int32_t tile = work.item.first_tile; tile < work.item.end_tile; ++tile) {
-          fetch_queries(work, head, tile);
-        }
+#pragma unroll 1
+      for (std::int32_t i = 0; i < work.item.tiles() * group; ++i) {
+        const KeyItem::Meeting met = work.item.met(i, group);
+        fetch_queries(work, work.kv_head * group + met.head, met.tile);
       }
     }
   }
@@ -48,8 +47,8 @@ class KeyProducer {
     const std::uint32_t together = min(planes - plane, kPlanes);
     rest -= plane * tiles;
     std::uint32_t tile = rest / together;
-    // Each waits for those after it, which have to be under way: the last are taken first.
-    if (p.a.deterministic) tile = tiles - 1 - tile;
+    // Each waits for those that add before it, which have to be under way.
+    if (p.a.deterministic && any.step > 0) tile = tiles - 1 - tile;
     copy_item(made.items[made.order[place + tile]], work.item);
     const std::uint32_t own = plane + rest % together;
     work.kv_head = static_cast<std::int32_t>(own) / p.a.sizes.parts;
@@ -76,8 +75,7 @@ class KeyProducer {
       full.arrive();
       return;
     }
-    const std::int32_t head = work.kv_head * (sizes.heads / sizes.kv_heads);
-    work.dout_base = p.a.workspace.dout_base[head * sizes.documents + work.item.document];
+    work.dout_base = p.a.workspace.dout_base[work.kv_head * sizes.documents + work.item.document];
     work.range = p.a.saved.ranges[work.kv_head * work.item.tile_slots + work.item.tile_slot];
     auto& to = shared.keys[stage];
     full.arrive_and_expect_tx(sizeof to + sizeof shared.key_scales[0]);

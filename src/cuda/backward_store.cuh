@@ -9,6 +9,7 @@ template <class Traits>
 __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
   const KeyItem& item = work.item;
   const std::int64_t offset = item.offset();
+  const int base = work.dout_base == INT32_MIN ? 0 : work.dout_base;
   KeyRows rows;
   float factor[2];
   float exponent[2];
@@ -32,27 +33,7 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
   const float key_most = __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(most_factor)));
   const std::int32_t begin = __reduce_max_sync(0xFFFFFFFFU, max(rows.begin[0], rows.begin[1]));
   const std::int32_t end = __reduce_min_sync(0xFFFFFFFFU, min(rows.end[0], rows.end[1]));
-  if (lane() == 0) kept() = {kLeastRaised, 0, 0, key_most, 0, begin, end};
-  __syncwarp();
-}
-
-template <class Traits>
-__device__ int KeyConsumer<Traits>::base_of(const KeyWork& work, std::int32_t head) const {
-  const bool first = head == work.kv_head * heads();
-  const std::int32_t found =
-      first ? work.dout_base : p.workspace.dout_base[head * p.sizes.forward.documents + work.item.document];
-  return found == INT32_MIN ? kept().base : found;
-}
-
-template <class Traits>
-__device__ void KeyConsumer<Traits>::enter(const KeyWork& work, std::int32_t head) {
-  const int base = base_of(work, head);
-  if (product_ == ScaleOut::One) scale_sums(dv, exact_pow2(static_cast<float>(kept().base - base)));
-  __syncwarp();
-  if (lane() == 0) {
-    kept().base = base;
-    kept().weight = ldexpf(1.0F / p.scale, 8 - base);
-  }
+  if (lane() == 0) kept() = {kLeastRaised, base, 0, key_most, ldexpf(1.0F / p.scale, 8 - base), begin, end};
   __syncwarp();
 }
 

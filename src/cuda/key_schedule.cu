@@ -11,21 +11,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// Queries [begin, end) of the document see a key of the tile; begin == end: none.
-struct QuerySpan {
-  std::int64_t begin;
-  std::int64_t end;
-};
-
-/// Key j is seen by the queries j - offset - right to j - offset + left.
-__device__ QuerySpan queries_of(const KeyItem& item, const Band& band) {
-  const std::int64_t begin = max(item.first_key - item.offset() - band.right, std::int64_t{0});
-  const std::int64_t end =
-      min(item.first_key + std::int64_t{item.keys} - item.offset() + band.left, std::int64_t{item.queries});
-  // A band of no width has no keys, though a tile has more than one.
-  return band.left + band.right >= 0 && end > begin ? QuerySpan{begin, end} : QuerySpan{0, 0};
-}
-
 /// The same for all tiles of a document, so that they stay together and in order: the queries that see its first tile,
 /// or as many as a later one can have in that band.
 __device__ std::uint64_t cost_of(const KeyItem& item, const Band& band) {
@@ -48,6 +33,10 @@ __device__ KeyItem item_of(const KeyScheduleArguments& a, std::int32_t slot, con
   item.keys_of_document = a.offsets.k[item.document + 1] - tile.first_row;
   item.query_column = first_column(a.offsets.q, item.document);
   item.query_slot = item.query_row / kQueryTile + item.document;
+  const QueryTiles tiles = tiles_that_see(item, item.first_key, a.band);
+  item.first_tile = tiles.first;
+  item.end_tile = tiles.end;
+  item.step = step_of(item, a.band, a.sizes.forward.heads / a.sizes.forward.kv_heads);
   return item;
 }
 
@@ -57,7 +46,7 @@ __global__ void key_items_kernel(const KeyScheduleArguments a) {
   const BackwardWorkspace& work = a.workspace;
   const std::uint32_t status = a.saved.control->status;
   if (index == 0) *work.control = {status, 0};
-  if (index < std::int64_t{sizes.heads} * sizes.documents) {
+  if (index < std::int64_t{sizes.kv_heads} * sizes.documents) {
     work.dout_base[index] = std::numeric_limits<std::int32_t>::min();
   }
   if (index >= sizes.tile_slots()) return;
@@ -65,10 +54,7 @@ __global__ void key_items_kernel(const KeyScheduleArguments a) {
   work.slots[slot] = slot;
   work.costs[slot] = 0;
   if (status != 0 || a.saved.tiles[slot].keys == 0) return;
-  KeyItem item = item_of(a, slot, a.saved.tiles[slot]);
-  const QuerySpan span = queries_of(item, a.band);
-  item.first_tile = static_cast<std::int32_t>(span.begin / kQueryTile);
-  item.end_tile = static_cast<std::int32_t>((span.end + kQueryTile - 1) / kQueryTile);
+  const KeyItem item = item_of(a, slot, a.saved.tiles[slot]);
   work.items[slot] = item;
   work.costs[slot] = cost_of(item, a.band);
 }
@@ -93,7 +79,7 @@ int launch_key_schedule(const KeyScheduleArguments& arguments, void* stream) {
   const Sizes& sizes = arguments.sizes.forward;
   const BackwardWorkspace& work = arguments.workspace;
   const std::int64_t slots = sizes.tile_slots();
-  const std::int64_t threads = std::max({slots, std::int64_t{sizes.heads} * sizes.documents, std::int64_t{1}});
+  const std::int64_t threads = std::max({slots, std::int64_t{sizes.kv_heads} * sizes.documents, std::int64_t{1}});
   if (const cudaError_t error = clear(arguments, on); error != cudaSuccess) return error;
   key_items_kernel<<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, on>>>(arguments);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;

@@ -26,6 +26,17 @@ Case document_of(const Case& c, const Document& document) {
   return part;
 }
 
+/// Its gradients, of those of the whole pack.
+BackwardResult part_of(const BackwardResult& whole, const Document& document) {
+  const std::int64_t q_end = document.q_begin + document.q_length;
+  const std::int64_t k_end = document.k_begin + document.k_length;
+  return {rows_of(whole.dq, document.q_begin, q_end),
+          rows_of(whole.dk, document.k_begin, k_end),
+          rows_of(whole.dv, document.k_begin, k_end),
+          {},
+          {}};
+}
+
 TEST_F(CudaBackwardBits, C23_EveryRunIsTheSame) {
   for (const Recipe& recipe : test::backward_recipes()) {
     for (const std::int64_t dims : {64, 128, 256}) {
@@ -92,18 +103,57 @@ TEST_F(CudaBackwardBits, C3_ADocumentDoesNotKnowItsPlaceInThePack) {
         c.problem.mask = mask;
         const BackwardResult whole = test::device_backward(c, recipe);
         for (const Document& document : packing.documents()) {
-          const std::int64_t q_end = document.q_begin + document.q_length;
-          const std::int64_t k_end = document.k_begin + document.k_length;
-          const BackwardResult part{rows_of(whole.dq, document.q_begin, q_end),
-                                    rows_of(whole.dk, document.k_begin, k_end),
-                                    rows_of(whole.dv, document.k_begin, k_end),
-                                    {},
-                                    {}};
-          test::expect_same_gradients(test::device_backward(document_of(c, document), recipe), part,
-                                      fmt::format("of {} dims {} queries {}..{} window ({}, {})", recipe.name, dims,
-                                                  document.q_begin, q_end, mask.left, mask.right));
+          test::expect_same_gradients(test::device_backward(document_of(c, document), recipe), part_of(whole, document),
+                                      fmt::format("of {} dims {} queries from {} on, window ({}, {})", recipe.name,
+                                                  dims, document.q_begin, mask.left, mask.right));
         }
       }
+    }
+  }
+}
+
+/// In both directions in which key tiles add to dQ: another run, a document alone, any order.
+TEST_F(CudaBackwardBits, C3_C23_BothDirections) {
+  for (const Recipe& recipe : test::backward_recipes()) {
+    for (const Mask& mask : {Mask::causal(), Mask::window(400, 9)}) {
+      for (const std::int64_t dims : {64, 128, 256}) {
+        const Case c = test::both_directions(mask, dims, DType::f32);
+        const std::string where =
+            fmt::format("of {} dims {} window ({}, {})", recipe.name, dims, mask.left, mask.right);
+        const BackwardResult whole = test::device_backward(c, recipe);
+        for (int run = 0; run < 10; ++run) {
+          test::expect_same_gradients(test::device_backward(c, recipe), whole, fmt::format("{} run {}", where, run));
+        }
+        for (const Document& document : c.problem.packing.documents()) {
+          test::expect_same_gradients(test::device_backward(document_of(c, document), recipe), part_of(whole, document),
+                                      fmt::format("{} queries from {} on", where, document.q_begin));
+        }
+        Options options = test::on_engine("cuda");
+        options.deterministic = false;
+        const BackwardResult any = test::backward(c, recipe, options);
+        EXPECT_LE(test::relative_l2(any.dq, whole.dq), 1e-5) << where;
+        EXPECT_TRUE(test::same_bits(any.dk, whole.dk)) << where;
+        EXPECT_TRUE(test::same_bits(any.dv, whole.dv)) << where;
+      }
+    }
+  }
+}
+
+/// Later tokens do not reach an earlier row of dQ in the direction in which the first key tile adds first either.
+TEST_F(CudaBackwardBits, C1_LaterTokensDoNotReachEarlierDqFromTheFirstKeyOn) {
+  constexpr std::int64_t kFrom = 128;
+  for (const Recipe& recipe : test::backward_recipes()) {
+    const Case before = test::with_dlse(test::random_case(test::pack_self({450}), {16, 1, 64, 64}, DType::bf16, 13));
+    const Tensor was = test::device_backward(before, recipe).dq;
+    for (const float value : {3e38F, 1e-30F, 0.0F, std::nanf("")}) {
+      Case after = before;
+      for (Tensor* tensor : {&after.q, &after.k, &after.v, &after.dout, &*after.dlse}) {
+        for (std::int64_t token = kFrom; token < tensor->shape[0]; ++token) {
+          for (std::int64_t head = 0; head < tensor->shape[1]; ++head) test::set_row(*tensor, token, head, value);
+        }
+      }
+      EXPECT_TRUE(test::same_bits(rows_of(test::device_backward(after, recipe).dq, 0, kFrom), rows_of(was, 0, kFrom)))
+          << "of " << recipe.name << " before " << value;
     }
   }
 }

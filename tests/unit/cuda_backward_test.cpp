@@ -180,6 +180,18 @@ TEST_F(CudaBackward, C9_LongDocuments) {
   }
 }
 
+/// Key tiles add to dQ from the first to the last, and from the last to the first; of a group of heads at that.
+TEST_F(CudaBackward, C9_C11_BothDirections) {
+  for (const Recipe& recipe : test::backward_recipes()) {
+    for (const std::int64_t dims : {16, 72}) {
+      for (const Mask& mask : {Mask::causal(), Mask::window(420, 50)}) {
+        test::expect_gradients_like_reference(test::both_directions(mask, dims, DType::bf16), recipe,
+                                              fmt::format("dims {} {}", dims, name_of_mask(mask)));
+      }
+    }
+  }
+}
+
 /// A row of one key has dS = scale dLSE; dV is the codes of dO.
 TEST_F(CudaBackward, C9_ManyDocumentsOfOneToken) {
   const Packing packing = test::pack_self(std::vector<std::int32_t>(131072, 1));

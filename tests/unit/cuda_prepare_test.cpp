@@ -68,7 +68,7 @@ class Tables {
     take(sort, static_cast<std::int64_t>(work.sort_bytes));
     work.sort = sort;
     take(work.turns, tiles * sizes.parts);
-    take(work.dout_base, std::int64_t{f.heads} * f.documents);
+    take(work.dout_base, std::int64_t{f.kv_heads} * f.documents);
     take(work.dout_records, queries);
     take(work.query_tiles, tiles);
     take(work.dout_codes, (queries + 128) * sizes.dims);
@@ -146,6 +146,8 @@ std::uint8_t code_of(const Quantized& of, std::int64_t token, std::int64_t head,
 
 // ---- Which queries a key tile meets ----
 
+constexpr std::int32_t kHeadsOfGroup = 16;
+
 /// Queries of the document that see a key of [first, end); begin == end: none.
 KeyRange queries_that_see(const Document& document, const Mask& mask, std::int64_t first, std::int64_t end) {
   KeyRange seen{0, 0};
@@ -169,6 +171,7 @@ void expect_item(const cuda::KeyItem& item, const Document& document, const Mask
   EXPECT_EQ(item.query_column, (document.q_begin / 16 + item.document) * 16) << where;
   EXPECT_EQ(item.query_slot, document.q_begin / 64 + item.document) << where;
   EXPECT_EQ(item.keys_of_document, document.k_length) << where;
+  EXPECT_EQ(item.step, cuda::step_of(item, cuda::band_of(mask), kHeadsOfGroup)) << where;
   const KeyRange seen = queries_that_see(document, mask, item.first_key, end);
   EXPECT_EQ(item.first_tile, seen.begin / 64) << where;
   EXPECT_EQ(item.end_tile, (seen.end + 63) / 64) << where;
@@ -225,7 +228,7 @@ TEST_F(CudaPrepare, KeyTilesMeetTheQueriesThatSeeThem) {
                         {0, Mask::unbounded}};
   for (const Packing& packing : packings) {
     for (const Mask& mask : masks) {
-      Case c = test::random_case(packing, {2, 1, 64, 64}, DType::bf16);
+      Case c = test::random_case(packing, {kHeadsOfGroup, 1, 64, 64}, DType::bf16);
       c.problem.mask = mask;
       expect_schedule(
           c, fmt::format("{} documents, left {}, right {}", packing.documents().size(), mask.left, mask.right));
@@ -435,8 +438,8 @@ struct Numbers {
   }
 };
 
-/// The tile of queries [first, end) of the tables.
-void expect_tile(const cuda::QueryTile& tile, const Queries& of, const std::array<std::int64_t, 2>& range,
+/// The tile of queries [first, end) of the tables, the first of which has that place in its document.
+void expect_tile(const cuda::QueryTile& tile, const Queries& of, const std::array<std::int64_t, 3>& range,
                  const std::string& where) {
   float most = -INFINITY;
   float norm = 0;
@@ -466,6 +469,7 @@ void expect_tile(const cuda::QueryTile& tile, const Queries& of, const std::arra
   EXPECT_EQ(tile.scale_most[0], scale_most[0]) << where;
   EXPECT_EQ(tile.scale_most[1], scale_most[1]) << where;
   EXPECT_EQ(tile.irregular != 0, irregular) << where;
+  EXPECT_EQ(tile.first, range[2]) << where;
 }
 
 /// Of a document's queries of one head; returns the largest exponent.
@@ -492,18 +496,23 @@ void expect_records(const Prepared& p, const Quantized& dout, const std::string&
   const Queries of(p);
   const std::vector<cuda::QueryTile> tiles = p.tables.read(p.tables.work.query_tiles);
   const std::vector<std::int32_t> bases = p.tables.read(p.tables.work.dout_base);
+  constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::min();
+  const std::int64_t group = sizes.heads / sizes.kv_heads;
   std::int64_t index = 0;
   for (const Document& document : p.c.problem.packing.documents()) {
+    std::int32_t base = kNone;  // Of a group.
     for (std::int64_t head = 0; head < sizes.heads; ++head) {
       const std::string at = fmt::format("{} document {} head {}", where, index, head);
       const std::int64_t end = document.q_begin + document.q_length;
-      EXPECT_EQ(bases[static_cast<std::size_t>(head * sizes.documents + index)],
-                expect_dout_records(p, of, dout, {document.q_begin, end, head}))
-          << at;
+      base = std::max(base, expect_dout_records(p, of, dout, {document.q_begin, end, head}));
+      if ((head + 1) % group == 0) {
+        EXPECT_EQ(bases[static_cast<std::size_t>(head / group * sizes.documents + index)], base) << at;
+        base = kNone;
+      }
       std::int64_t slot = head * p.saved.sizes.query_slots() + document.q_begin / cuda::kQueryTile + index;
       for (std::int64_t token = document.q_begin; token < end; token += cuda::kQueryTile) {
         const std::int64_t place = head * sizes.rows_q();
-        expect_tile(tiles[static_cast<std::size_t>(slot++)], of, {place + token, place + end},
+        expect_tile(tiles[static_cast<std::size_t>(slot++)], of, {place + token, place + end, token - document.q_begin},
                     fmt::format("{} token {}", at, token));
       }
     }
