@@ -75,23 +75,19 @@ struct alignas(16) KeyItem {
   std::int32_t end_tile = 0;
   std::int32_t keys_of_document = 0;
   std::int32_t tile_slots = 0;  ///< Sizes::tile_slots.
-  /// Of the whole document, see step_of. 1: tiles of queries are met from the first to the last, one head of the group
-  /// after the other, and key tiles add to dQ from the last to the first; -1: both the other way round, and all heads
-  /// meet a tile before the next.
-  std::int32_t step = 1;
 
   /// Query i stands where key i + offset does.
   [[nodiscard]] constexpr std::int64_t offset() const { return std::int64_t{keys_of_document} - queries; }
   /// Tiles of queries that see a key.
   [[nodiscard]] constexpr std::int32_t tiles() const { return end_tile - first_tile; }
 
-  /// A head of a group of `heads` and one of its tiles, the i-th that is met.
+  /// A head of a group of `heads` and one of its tiles, the i-th that is met: from the last tile to the first, each by
+  /// all heads.
   struct Meeting {
     std::int32_t head;
     std::int32_t tile;
   };
   [[nodiscard]] constexpr Meeting met(std::int32_t i, std::int32_t heads) const {
-    if (step > 0) return {i / tiles(), first_tile + i % tiles()};
     return {i % heads, end_tile - 1 - i / heads};
   }
 };
@@ -114,29 +110,14 @@ constexpr QueryTiles tiles_that_see(const KeyItem& item, std::int32_t first_key,
           static_cast<std::int32_t>((end + kQueryTile - 1) / kQueryTile)};
 }
 
-/// KeyItem::step. The longest pieces of work should come first, and each waits for those before it alone. Under a
-/// causal mask the first key tile meets the most queries. Taken first, it is walked from the last query on, where all
-/// begin: each after the other, an add's latency apart. Taken last, each is walked from its own diagonal, and nobody
-/// waits, but the longest are left for the end. That is worse where the first key tile meets many tiles more than the
-/// last one.
-constexpr std::int32_t step_of(const KeyItem& item, const Band& band, std::int32_t heads_of_group) {
-  constexpr std::int64_t kTurned = 96;
-  const QueryTiles first = tiles_that_see(item, 0, band);
-  const QueryTiles last = tiles_that_see(item, (item.keys_of_document - 1) / kTileRows * kTileRows, band);
-  const std::int32_t more = first.end - first.first - (last.end - last.first);
-  return std::int64_t{more} * heads_of_group >= kTurned ? -1 : 1;
-}
-
 /// Key tiles that add to the sums of a tile of queries before this one: those that see one of its queries are
-/// neighbours, and come one after the other. All of these were taken before this one, and a block does its pieces of
-/// work as it took them: of all that are under way the one taken first waits for nobody, so none waits for ever.
+/// neighbours, and come from the first to the last. All of these were taken before this one, and a block does its
+/// pieces of work as it took them: of all that are under way the one taken first waits for nobody, so none waits for
+/// ever.
 constexpr std::int32_t tiles_before(const KeyItem& item, std::int32_t tile, const Band& band) {
   const std::int64_t first = std::int64_t{tile} * kQueryTile + item.offset();
-  const std::int32_t own = item.first_key / kTileRows;
-  if (item.step < 0) return own - static_cast<std::int32_t>(std::max(first - band.left, std::int64_t{0}) / kTileRows);
-  const std::int64_t last = std::min(first + kQueryTile, std::int64_t{item.keys_of_document}) - 1;
-  const std::int64_t most = std::min(last + band.right, std::int64_t{item.keys_of_document} - 1);
-  return static_cast<std::int32_t>(most / kTileRows) - own;
+  const std::int64_t least = std::max(first - band.left, std::int64_t{0});
+  return item.first_key / kTileRows - static_cast<std::int32_t>(least / kTileRows);
 }
 
 /// The arrays of the backward's workspace, by address.
@@ -217,7 +198,7 @@ struct BackwardArguments {
   float logit_scale = 0;
   float scale = 0;
   std::int32_t blocks = 0;    ///< At most so many, which scratch has room for: one a processor.
-  bool deterministic = true;  ///< dQ adds up in the order that KeyItem::step says.
+  bool deterministic = true;  ///< dQ adds up from the first key tile to the last.
   ScoreScale ds_scale = ScoreScale::square;
   DType dtype = DType::bf16;
   void* dv = nullptr;                ///< [tokens_k, kv_heads, value_dim]

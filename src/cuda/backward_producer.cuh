@@ -27,7 +27,13 @@ class KeyProducer {
   }
 
  private:
-  static constexpr std::uint32_t kPlanes = 4;
+  /// How many planes of a document take a tile before any takes the next: so many that those before have begun to add,
+  /// and so few that what they all walk stays in the second-level cache.
+  static __device__ std::uint32_t planes_together(std::uint32_t tiles) {
+    constexpr std::uint32_t kLeast = 4;
+    constexpr std::uint32_t kPieces = 256;
+    return max(kLeast, kPieces / tiles);
+  }
 
   __device__ void take(KeyWork& work) const {
     work.kv_head = -1;
@@ -41,14 +47,13 @@ class KeyProducer {
     const KeyItem& any = made.items[made.order[place]];  // Of the same document.
     place -= static_cast<std::uint32_t>(any.first_key / kTileRows);
     const auto tiles = static_cast<std::uint32_t>((any.keys_of_document + kTileRows - 1) / kTileRows);
-    // A few planes of a document at a time: blocks that walk the same queries find them in the second-level cache.
     std::uint32_t rest = index - place * planes;
-    const std::uint32_t plane = rest / (tiles * kPlanes) * kPlanes;
-    const std::uint32_t together = min(planes - plane, kPlanes);
+    const std::uint32_t most = planes_together(tiles);
+    const std::uint32_t plane = rest / (tiles * most) * most;
+    const std::uint32_t together = min(planes - plane, most);
     rest -= plane * tiles;
-    std::uint32_t tile = rest / together;
-    // Each waits for those that add before it, which have to be under way.
-    if (p.a.deterministic && any.step > 0) tile = tiles - 1 - tile;
+    // The first are taken first: they meet the most queries, and each waits for those that add before it.
+    const std::uint32_t tile = rest / together;
     copy_item(made.items[made.order[place + tile]], work.item);
     const std::uint32_t own = plane + rest % together;
     work.kv_head = static_cast<std::int32_t>(own) / p.a.sizes.parts;

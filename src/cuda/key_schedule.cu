@@ -36,7 +36,6 @@ __device__ KeyItem item_of(const KeyScheduleArguments& a, std::int32_t slot, con
   const QueryTiles tiles = tiles_that_see(item, item.first_key, a.band);
   item.first_tile = tiles.first;
   item.end_tile = tiles.end;
-  item.step = step_of(item, a.band, a.sizes.forward.heads / a.sizes.forward.kv_heads);
   return item;
 }
 

@@ -24,14 +24,13 @@ struct Shape {
 };
 
 /// All key tiles of a document.
-std::vector<cuda::KeyItem> items_of(const Shape& shape, std::int32_t step) {
+std::vector<cuda::KeyItem> items_of(const Shape& shape) {
   std::vector<cuda::KeyItem> items;
   for (std::int32_t key = 0; key < shape.keys; key += cuda::kTileRows) {
     cuda::KeyItem item;
     item.first_key = key;
     item.queries = shape.queries;
     item.keys_of_document = shape.keys;
-    item.step = step;
     const cuda::QueryTiles tiles = cuda::tiles_that_see(item, key, shape.band);
     item.first_tile = tiles.first;
     item.end_tile = tiles.end;
@@ -56,23 +55,20 @@ std::vector<std::vector<std::int32_t>> tiles_by_definition(const Shape& shape) {
   return tiles;
 }
 
-/// Each key tile meets the tiles that see it, in the order of its step; those that meet the same one have turns 0, 1, 2
-/// and so on, in the order in which they are taken.
-void expect_order(const Shape& shape, std::int32_t step) {
+/// Each key tile meets the tiles that see it, from the last to the first; those that meet the same one have turns 0, 1,
+/// 2 and so on, in the order in which they are taken.
+void expect_order(const Shape& shape) {
   const std::vector<std::vector<std::int32_t>> want = tiles_by_definition(shape);
-  std::vector<cuda::KeyItem> taken = items_of(shape, step);
-  if (step > 0) std::ranges::reverse(taken);
   std::vector<std::int32_t> added((static_cast<std::size_t>(shape.queries) + 63) / 64);
-  for (const cuda::KeyItem& item : taken) {
+  for (const cuda::KeyItem& item : items_of(shape)) {
     std::vector<std::int32_t> met;
     for (std::int32_t i = 0; i < item.tiles(); ++i) {
       met.push_back(item.met(i, 1).tile);
       ASSERT_EQ(cuda::tiles_before(item, met.back(), shape.band), added[static_cast<std::size_t>(met.back())]++)
-          << shape.name() << ", step " << step << ", key " << item.first_key << ", tile of queries " << met.back();
+          << shape.name() << ", key " << item.first_key << ", tile of queries " << met.back();
     }
-    if (step < 0) std::ranges::reverse(met);
-    ASSERT_EQ(met, want[static_cast<std::size_t>(item.first_key / 128)])
-        << shape.name() << ", step " << step << ", key " << item.first_key;
+    std::ranges::reverse(met);
+    ASSERT_EQ(met, want[static_cast<std::size_t>(item.first_key / 128)]) << shape.name() << ", key " << item.first_key;
   }
 }
 
@@ -82,7 +78,7 @@ TEST(CudaOrder, EveryKeyTileAddsInItsTurn) {
     for (const std::int32_t keys : {1, 64, 127, 128, 129, 256, 300, 385, 639, 768}) {
       for (const std::int64_t left : kBounds) {
         for (const std::int64_t right : kBounds) {
-          for (const std::int32_t step : {1, -1}) expect_order({queries, keys, {left, right}}, step);
+          expect_order({queries, keys, {left, right}});
           if (HasFatalFailure()) return;
         }
       }
@@ -90,55 +86,35 @@ TEST(CudaOrder, EveryKeyTileAddsInItsTurn) {
   }
 }
 
-/// One head after the other, or all at each tile; in both every head meets every tile once.
-TEST(CudaOrder, EveryHeadOfAGroupMeetsEveryTile) {
-  cuda::KeyItem item;
-  item.first_tile = 3;
-  item.end_tile = 8;
-  for (const std::int32_t heads : {1, 2, 3, 16}) {
-    std::vector<std::pair<std::int32_t, std::int32_t>> one_by_one;
-    std::vector<std::pair<std::int32_t, std::int32_t>> together;
-    for (std::int32_t head = 0; head < heads; ++head) {
-      for (std::int32_t tile = 3; tile < 8; ++tile) one_by_one.emplace_back(head, tile);
-    }
-    for (std::int32_t tile = 7; tile >= 3; --tile) {
-      for (std::int32_t head = 0; head < heads; ++head) together.emplace_back(head, tile);
-    }
-    for (std::int32_t i = 0; i < heads * item.tiles(); ++i) {
-      for (const std::int32_t step : {1, -1}) {
-        item.step = step;
-        const cuda::KeyItem::Meeting met = item.met(i, heads);
-        EXPECT_EQ(std::pair(met.head, met.tile), (step > 0 ? one_by_one : together)[static_cast<std::size_t>(i)])
-            << heads << " heads, step " << step << ", meeting " << i;
+/// How many have added before is a matter of what a query sees: not of how the document goes on.
+TEST(CudaOrder, ALongerDocumentDoesNotMoveATurn) {
+  const cuda::Band causal{kFar, 0};
+  for (std::int32_t length = 1; length <= 20'000; length += 997) {
+    const std::vector<cuda::KeyItem> items = items_of({length, length, causal});
+    const std::vector<cuda::KeyItem> longer = items_of({length + 7'000, length + 7'000, causal});
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      for (std::int32_t tile = items[i].first_tile; tile < items[i].end_tile; ++tile) {
+        ASSERT_EQ(cuda::tiles_before(items[i], tile, causal), cuda::tiles_before(longer[i], tile, causal))
+            << length << ", key tile " << i << ", tile of queries " << tile;
       }
     }
   }
 }
 
-std::int32_t step_of(const Shape& shape, std::int32_t heads_of_group) {
-  std::vector<std::int32_t> steps;
-  for (const cuda::KeyItem& item : items_of(shape, 1)) {
-    steps.push_back(cuda::step_of(item, shape.band, heads_of_group));
+TEST(CudaOrder, AllHeadsOfAGroupMeetATileBeforeTheNext) {
+  cuda::KeyItem item;
+  item.first_tile = 3;
+  item.end_tile = 8;
+  for (const std::int32_t heads : {1, 2, 3, 16}) {
+    std::int32_t i = 0;
+    for (std::int32_t tile = 7; tile >= 3; --tile) {
+      for (std::int32_t head = 0; head < heads; ++head, ++i) {
+        const cuda::KeyItem::Meeting met = item.met(i, heads);
+        EXPECT_EQ(std::pair(met.head, met.tile), std::pair(head, tile)) << heads << " heads, meeting " << i;
+      }
+    }
+    EXPECT_EQ(i, heads * item.tiles());
   }
-  // Of the document: all of its key tiles say the same.
-  EXPECT_EQ(std::ranges::count(steps, steps.front()), std::ssize(steps)) << shape.name();
-  return steps.front();
-}
-
-/// 96 tiles of queries more than the last key tile's, over all heads of a group.
-TEST(CudaOrder, LongCausalDocumentsAreTurnedRound) {
-  const cuda::Band causal{kFar, 0};
-  for (const auto& [length, group] : {std::pair{6145, 1}, {3073, 2}, {1537, 4}, {385, 16}}) {
-    EXPECT_EQ(step_of({length - 1, length - 1, causal}, group), 1) << length;
-    EXPECT_EQ(step_of({length, length, causal}, group), -1) << length;
-    EXPECT_EQ(step_of({length, length + 1024, causal}, group), -1) << "more keys, all of which the first tile's see";
-    EXPECT_EQ(step_of({length, length, {kFar, kFar}}, group), 1) << "all meet the same";
-    EXPECT_EQ(step_of({length, length, {0, kFar}}, group), 1) << "the last meets the most";
-    EXPECT_EQ(step_of({length, length, {128, 0}}, group), 1) << "all meet few";
-    EXPECT_EQ(step_of({4 * length, 4 * length, {length + 128, 0}}, group), -1) << "a window as wide";
-  }
-  EXPECT_EQ(step_of({1, 1, causal}, 1), 1);
-  EXPECT_EQ(step_of({0, 300, causal}, 64), 1);
 }
 
 }  // namespace
