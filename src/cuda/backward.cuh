@@ -104,6 +104,8 @@ struct KeySums {
   std::int32_t moved;        ///< Not 0: sums wait in global memory.
   float key_most;            ///< Largest factor of K.
   float weight;              ///< 256 2^-base / scale: with 2^-exponent makes of a code times a slope a code of dV.
+  float most_below;          ///< A tile of queries with QueryTile::most and
+  float norm_below;          ///< QueryTile::norm below these goes the short way.
   std::int32_t whole_begin;  ///< Queries [whole_begin, whole_end) see all of the warp's keys.
   std::int32_t whole_end;
 };

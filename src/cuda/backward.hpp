@@ -36,12 +36,16 @@ struct BackwardSizes {
   }
 };
 
+/// Of QueryTile::logit. References beyond kMostBase are not there: such a tile is irregular.
+inline constexpr std::int32_t kBaseBias = 32'768;
+inline constexpr float kMostBase = 32'767;
+
 /// What a tile of 64 queries and one head brings along: copied whole into shared memory. Queries past the document's
-/// end have zeros. NaN in `factor` (q is poisoned), in `slope` (dO is) or in `offset` (O, dLSE) reaches
+/// end have zeros. NaN in `logit` (q is poisoned), in `slope` (dO is) or in `offset` (O, dLSE) reaches
 /// the keys that see the query.
 struct alignas(16) QueryTile {
-  float factor[kQueryTile];  ///< 2^(exponent of q) scale log2(e)
-  float base[kQueryTile];    ///< RowRecord::base
+  /// 2^(exponent of q), a BF16, above RowRecord::base + kBaseBias, sixteen bits: a load less for every query.
+  std::uint32_t logit[kQueryTile];
   float slope[kQueryTile];   ///< scale 2^(exponent of dO) / row sum
   float offset[kQueryTile];  ///< (D - dLSE) 2^-(exponent of dO)
   float scale[kQueryTile];   ///< 2^(exponent of q); 0 where q is poisoned
@@ -181,8 +185,7 @@ struct PrepareArguments {
   const float* dlse = nullptr;
   std::int64_t dlse_token_stride = 0;
   std::int64_t dlse_head_stride = 0;
-  float logit_scale = 0;  ///< As ForwardArguments::logit_scale.
-  float scale = 0;        ///< The softmax scale with the rotation's factor.
+  float scale = 0;  ///< The softmax scale with the rotation's factor.
 };
 
 int launch_prepare(const PrepareArguments& arguments, void* stream);

@@ -86,7 +86,8 @@ class KeyConsumer {
   [[nodiscard]] __device__ KeySums& kept() const { return shared.sums[slot()]; }
 
   enum class Kind : std::uint32_t { whole, cut, apart };
-  /// Of KeyPair; weight as KeySums::weight, of a key.
+  /// Of KeyPair; factor times the scale of logits, exponent plus the bias of bases; weight as KeySums::weight, of a
+  /// key.
   struct KeyFactors {
     float factor[2];
     float exponent[2];
@@ -94,8 +95,7 @@ class KeyConsumer {
   };
   /// Of the four queries of a thread among sixteen.
   struct Weighing {
-    float4 factor;
-    float4 base;
+    uint4 logit;
     float4 slope;
   };
   /// What a tile begins with. Loaded before a product is sent for: behind it a load takes 150 to 200 cycles.
@@ -123,7 +123,7 @@ class KeyConsumer {
     cute::warpgroup_wait<0>();
     fence(scores);
     std::int32_t first = shared.tiles[stage()].first;  // Of a tile's queries.
-    Kind kind = kind_of(work, first);
+    Kind kind = kind_of(first);
     do {
       if (product_ == ScaleOut::One && left_ % kQueryTilesBetweenSums == 0) move_sums();
       --left_;
@@ -176,7 +176,7 @@ class KeyConsumer {
     if (!last) {
       ++tile_;
       first = shared.tiles[stage()].first;
-      kind = kind_of(work_now(), first);
+      kind = kind_of(first);
       --tile_;
     }
     cutlass::arch::fence_view_async_shared();
@@ -226,18 +226,21 @@ class KeyConsumer {
     }
   }
 
+  static __device__ float factor_of(std::uint32_t logit) { return __uint_as_float(logit & 0xFFFF0000U); }
+  /// kBiasOfBase more than the query's base: a permutation of bytes, no conversion.
+  static __device__ float biased_base_of(std::uint32_t logit) {
+    return __uint_as_float(__byte_perm(logit, 0x4B000000U, 0x7610));
+  }
+  static constexpr float kBiasOfBase = 0x1p23F + kBaseBias;
+
   /// Of the warp's part of a tile, whose record is there. All is read before anything is decided.
-  [[nodiscard]] __device__ Kind kind_of(const KeyWork& work, std::int32_t first) const {
+  [[nodiscard]] __device__ Kind kind_of(std::int32_t first) const {
     const QueryTile& of = shared.tiles[stage()];
-    const Range range = work.range;
-    constexpr float kSafe = 60.0F;
-    const bool heavy = range.least > of.most - kLightOctaves;
-    const bool near = fabsf(p.logit_scale) * of.norm * range.key_norm < kPlainLogit;
-    const bool safe = fabsf(range.least) <= kSafe && fabsf(range.most) <= kSafe;
-    const int plain =
-        static_cast<int>(of.irregular == 0) & static_cast<int>(heavy) & static_cast<int>(near) & static_cast<int>(safe);
+    const KeySums& own = kept();
+    const int plain = static_cast<int>(of.irregular == 0) & static_cast<int>(of.most < own.most_below) &
+                      static_cast<int>(of.norm < own.norm_below);
     const int whole =
-        static_cast<int>(first >= kept().whole_begin) & static_cast<int>(first + kQueryTile <= kept().whole_end);
+        static_cast<int>(first >= own.whole_begin) & static_cast<int>(first + kQueryTile <= own.whole_end);
     return static_cast<Kind>(uniform(plain == 0 ? 2U : whole != 0 ? 0U : 1U));
   }
 
@@ -338,14 +341,14 @@ class KeyConsumer {
 
   [[nodiscard]] __device__ KeyFactors factors() const {
     const float weight = kept().weight;
-    return {{pair_.factor.low(), pair_.factor.high()},
-            {pair_.exponent.low(), pair_.exponent.high()},
+    return {{pair_.factor.low() * p.logit_scale, pair_.factor.high() * p.logit_scale},
+            {pair_.exponent.low() + kBiasOfBase, pair_.exponent.high() + kBiasOfBase},
             {finite_product(light(0), weight), finite_product(light(1), weight)}};
   }
   [[nodiscard]] __device__ Weighing weighing(int a) const {
     const QueryTile& of = shared.tiles[stage()];
     const int query = 16 * a + 4 * quad();
-    return {four(of.factor, query), four(of.base, query), four(of.slope, query)};
+    return {*reinterpret_cast<const uint4*>(of.logit + query), four(of.slope, query)};
   }
 
   /// Of all queries of a thread.

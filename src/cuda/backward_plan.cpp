@@ -216,7 +216,6 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
                       reinterpret_cast<const float*>(dlse.data),
                       dlse.stride[0],
                       dlse.stride[1],
-                      common.logit_scale,
                       common.scale};
   launches.backward = {sizes,
                        common.band,

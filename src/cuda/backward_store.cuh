@@ -33,7 +33,20 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
   const float key_most = __uint_as_float(__reduce_max_sync(0xFFFFFFFFU, __float_as_uint(most_factor)));
   const std::int32_t begin = __reduce_max_sync(0xFFFFFFFFU, max(rows.begin[0], rows.begin[1]));
   const std::int32_t end = __reduce_min_sync(0xFFFFFFFFU, min(rows.end[0], rows.end[1]));
-  if (lane() == 0) kept() = {kLeastRaised, base, 0, key_most, ldexpf(1.0F / p.scale, 8 - base), begin, end};
+  constexpr float kSafe = 60.0F;
+  const Range& range = work.range;
+  const bool safe = fabsf(range.least) <= kSafe && fabsf(range.most) <= kSafe;
+  if (lane() == 0) {
+    kept() = {.raised = kLeastRaised,
+              .base = base,
+              .moved = 0,
+              .key_most = key_most,
+              .weight = ldexpf(1.0F / p.scale, 8 - base),
+              .most_below = safe ? range.least + kLightOctaves : -INFINITY,
+              .norm_below = kPlainLogit / (fabsf(p.logit_scale) * range.key_norm),
+              .whole_begin = begin,
+              .whole_end = end};
+  }
   __syncwarp();
 }
 
@@ -98,7 +111,7 @@ template <class Traits>
 __device__ void KeyConsumer<Traits>::store_nothing(const KeyWork& work) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(Traits::kSums); ++i) dk[i] = dv[i] = 0;
-  write(work, {kLeastRaised, 0, 0, 0, 0, 0, 0});
+  write(work, {.raised = kLeastRaised});
 }
 
 template <class Traits>

@@ -15,15 +15,15 @@ __device__ void KeyConsumer<Traits>::weigh(std::int32_t first, const Ahead& ahea
   for (int a = 0; a < kQueryTile / 16; ++a) {
     const int query = 16 * a + column;
     const Weighing of = a == 0 ? ahead.some : weighing(a);
-    const float factor[] = {of.factor.x, of.factor.y, of.factor.z, of.factor.w};
-    const float base[] = {of.base.x, of.base.y, of.base.z, of.base.w};
+    const std::uint32_t logit[] = {of.logit.x, of.logit.y, of.logit.z, of.logit.w};
     const float slope[] = {of.slope.x, of.slope.y, of.slope.z, of.slope.w};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float w[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        w[j] = exp2_fast(fmaf(scores[at(a, r, j)], factor[j] * factors.factor[r], factors.exponent[r] - base[j]));
+        w[j] = exp2_fast(fmaf(scores[at(a, r, j)], factor_of(logit[j]) * factors.factor[r],
+                              factors.exponent[r] - biased_base_of(logit[j])));
       }
       const std::uint32_t seen = Tile::bytes(rows, r, first + query);
       const std::uint32_t codes = to_e4m3(w[0], w[1], w[2], w[3]) & seen;
@@ -86,7 +86,7 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, std::int32
         }
         const RowRecord record = p.saved.rows[row + query];
         const float own = fmaxf(exponent(r), kNone);
-        const float by_both = of.factor[query] * factor(r);
+        const float by_both = factor_of(of.logit[query]) * p.logit_scale * factor(r);
         const float logit = fmaf(w, by_both, own);
         const float x =
             fabsf(logit) > kPlainLogit ? held(logit, 1e38F) - record.base : fmaf(w, by_both, own - record.base);

@@ -268,8 +268,7 @@ class DoutTile {
       if (!scale.poisoned && dot.own > 0) base_ = max(base_, scale.exponent());
       numbers = numbers_of(at, {scale, dot.own}, delta);
     }
-    out_->factor[query] = numbers.factor;
-    out_->base[query] = numbers.base;
+    out_->logit[query] = numbers.logit;
     out_->slope[query] = numbers.slope;
     out_->offset[query] = numbers.offset;
     out_->scale[query] = numbers.scale;
@@ -278,8 +277,7 @@ class DoutTile {
   }
 
   struct Numbers {
-    float factor = 0;
-    float base = 0;
+    std::uint32_t logit = kBaseBias;
     float slope = 0;
     float offset = 0;
     float scale = 0;
@@ -313,14 +311,14 @@ class DoutTile {
     const float factor = dout.poisoned ? NAN : dout.factor;
     const bool poisoned = query.factor != query.factor;
     Numbers numbers;
-    numbers.factor = query.factor * a.logit_scale;
-    numbers.base = row.base;
+    const auto base = static_cast<std::int32_t>(fminf(fmaxf(row.base, -kMostBase), kMostBase));
+    numbers.logit = (__float_as_uint(query.factor) & 0xFFFF0000U) | static_cast<std::uint32_t>(base + kBaseBias);
     numbers.slope = a.scale * (share * factor);
     numbers.offset = delta * dout.inverse;
     numbers.scale = poisoned ? 0.0F : query.factor;
     constexpr float kSafe = 60.0F;  // As far_off.
     const bool far = fabsf(row.unit) > kSafe || fabsf(static_cast<float>(dout.exponent)) > kSafe ||
-                     fabsf(row.base) > kPlainLogit || a.scale == 0 || far_off(a.scale) || far_off(numbers.slope) ||
+                     fabsf(row.base) > kMostBase || a.scale == 0 || far_off(a.scale) || far_off(numbers.slope) ||
                      far_off(numbers.offset);
     irregular_ |= far && !poisoned && !dout.poisoned;
     return numbers;

@@ -22,7 +22,6 @@ using test::Guarded;
 
 class CudaPrepare : public test::OnDevice {};
 
-constexpr float kLogitScale = 0.12F;
 constexpr float kScale = 0.09F;
 
 template <class T>
@@ -289,7 +288,6 @@ struct Prepared {
     if (c.dlse) arguments.dlse = reinterpret_cast<const float*>(dlse.get());
     arguments.dlse_token_stride = c.q.shape[1];
     arguments.dlse_head_stride = 1;
-    arguments.logit_scale = kLogitScale;
     arguments.scale = kScale;
     EXPECT_EQ(cuda::launch_prepare(arguments, nullptr), 0);
     tables.expect_intact("after prepare");  // Waits for it.
@@ -423,14 +421,14 @@ struct Numbers {
     const bool dout_lost = std::isnan(of.dout[i].factor);
     const double power = zero || dout_lost ? 1.0 : static_cast<double>(of.dout[i].factor);
     const double share = std::ldexp(static_cast<double>(row.inverse), static_cast<int>(row.unit));
-    factor = of.scales[i].factor * kLogitScale;
+    factor = of.scales[i].factor;
     base = row.base;
     slope = dout_lost ? NAN : static_cast<double>(kScale) * share * power;
     offset = static_cast<double>(of.dout[i].delta) / power;
     scale = lost ? 0 : of.scales[i].factor;
     const auto far = [](double x) { return x != 0 && std::fabs(std::log2(std::fabs(x))) > 60; };
     leaves = !lost && !dout_lost &&
-             (std::fabs(row.unit) > 60 || std::fabs(std::log2(power)) > 60 || std::fabs(base) > 1e30 || far(slope) ||
+             (std::fabs(row.unit) > 60 || std::fabs(std::log2(power)) > 60 || std::fabs(base) > 32'767 || far(slope) ||
               far(offset));
   }
 };
@@ -448,8 +446,8 @@ void expect_tile(const cuda::QueryTile& tile, const Queries& of, const std::arra
     const bool inside = place < range[1];
     const Numbers want = inside ? Numbers(of, place) : Numbers();
     const std::string at = fmt::format("{} query {}", where, q);
-    ASSERT_TRUE(near(tile.factor[i], want.factor, 0)) << at;
-    ASSERT_EQ(tile.base[i], want.base) << at;
+    ASSERT_TRUE(near(std::bit_cast<float>(tile.logit[i] & 0xFFFF0000U), want.factor, 0)) << at;
+    ASSERT_EQ(static_cast<double>(tile.logit[i] & 0xFFFFU) - 32'768, std::clamp(want.base, -32'767.0, 32'767.0)) << at;
     ASSERT_EQ(tile.scale[i], want.scale) << at;
     irregular |= want.leaves;
     if (!want.leaves) {
@@ -711,7 +709,7 @@ TEST_F(CudaPrepare, MalformedOffsetsAreNotFollowed) {
   const cuda::DeviceMemory dout = uploaded(c.dout.data);
   const cuda::Source source{dout.get(), DType::bf16, 256, 64, 1, true, 1};
   EXPECT_EQ(cuda::launch_prepare({saved.sizes, saved.launches.schedule.offsets, saved.work, tables.work, source,
-                                  dout.get(), nullptr, 0, 0, kLogitScale, kScale},
+                                  dout.get(), nullptr, 0, 0, kScale},
                                  nullptr),
             0);
   for (const void* array :
