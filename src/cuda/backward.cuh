@@ -19,8 +19,8 @@ inline constexpr int kBackwardThreads = 3 * kWarpgroup;
 inline constexpr int kConsumerThreads = 2 * kWarpgroup;
 inline constexpr int kBackwardWarps = 8;  // Of consumers.
 inline constexpr int kAdders = 2;         // Threads that add dQ up.
-/// Tiles of queries after which sums of dK and dV move from the tensor cores' accumulators into FP32; as
-/// kTilesBetweenSums of the forward.
+/// Tiles of queries, of all heads of a group, after which sums of dK and dV move from the tensor cores' accumulators
+/// into FP32; as kTilesBetweenSums of the forward.
 inline constexpr int kQueryTilesBetweenSums = 32;
 
 template <int kDimsOf, int kKeyStagesOf, int kQueryStagesOf, class OutAtomOf, class DqAtomOf>
@@ -65,8 +65,8 @@ struct KeyWork {
   KeyItem item;
   std::int32_t kv_head;  // -1: no more.
   std::int32_t part;
-  std::int32_t rows_q;  // Of a head in the tables.
-  std::int32_t dout_base;
+  std::int32_t rows_q;     // Of a head in the tables.
+  std::int32_t dout_base;  // Of the first head: there nobody waits for it.
   Range range;
 };
 
@@ -100,7 +100,8 @@ struct alignas(16) KeyRows {
 /// What a warp knows of its sums and its keys.
 struct KeySums {
   std::int32_t raised;       ///< Unit of dK's sums, see KeyConsumer::raised_of.
-  std::int32_t base;         ///< Unit of dV's sums: the largest exponent of dO.
+  std::int32_t base;         ///< Unit of dV's sums: the largest exponent of the head's dO.
+  std::int32_t next_base;    ///< Of the next tile's head.
   std::int32_t moved;        ///< Not 0: sums wait in global memory.
   float key_most;            ///< Largest factor of K.
   float weight;              ///< 256 2^-base / scale: with 2^-exponent makes of a code times a slope a code of dV.

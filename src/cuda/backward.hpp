@@ -54,7 +54,8 @@ struct alignas(16) QueryTile {
   float most;                ///< Largest RowRecord::most.
   std::int32_t irregular;    ///< Not 0: numbers of a query leave the range in which the products above are safe.
   std::int32_t first;        ///< Place of the first query in the document.
-  std::int32_t unused[2];
+  std::int32_t head;         ///< Of all.
+  std::int32_t unused;
 };
 
 /// What the tile's records cannot say of a query whose numbers are far apart: then the kernel reads these.
@@ -124,6 +125,30 @@ constexpr std::int32_t tiles_before(const KeyItem& item, std::int32_t tile, cons
   return item.first_key / kTileRows - static_cast<std::int32_t>(least / kTileRows);
 }
 
+/// Of a document's pieces of work, one a plane (a head of k and v, and a part) and key tile.
+struct Piece {
+  std::uint32_t plane;
+  std::uint32_t tile;
+};
+
+/// How many planes of a document of so many key tiles take a tile before any takes the next: so many that those before
+/// have begun to add, and so few that what they all walk stays in the second-level cache.
+constexpr std::uint32_t planes_together(std::uint32_t tiles) {
+  constexpr std::uint32_t kLeast = 4;
+  constexpr std::uint32_t kPieces = 256;
+  return std::max(kLeast, kPieces / tiles);
+}
+
+/// The one that is taken `index`-th. The first tiles are taken first: they meet the most queries, and each waits for
+/// those that add before it.
+constexpr Piece piece_of(std::uint32_t index, std::uint32_t tiles, std::uint32_t planes) {
+  const std::uint32_t most = planes_together(tiles);
+  const std::uint32_t first = index / (tiles * most) * most;
+  const std::uint32_t together = std::min(planes - first, most);
+  const std::uint32_t rest = index - first * tiles;
+  return {first + rest % together, rest / together};
+}
+
 /// The arrays of the backward's workspace, by address.
 struct BackwardWorkspace {
   Control* control = nullptr;  ///< Its own: status is copied from the forward's, `next` counts (item, kv head, part).
@@ -135,7 +160,7 @@ struct BackwardWorkspace {
   void* sort = nullptr;
   std::size_t sort_bytes = 0;
   std::uint32_t* turns = nullptr;         ///< [heads, query_slots, parts]: key tiles that have added to dQ.
-  std::int32_t* dout_base = nullptr;      ///< [kv_heads, documents]: largest exponent of a group's dO; INT32_MIN: none
+  std::int32_t* dout_base = nullptr;      ///< [heads, documents]: largest exponent of dO; INT32_MIN: none
   DoutRecord* dout_records = nullptr;     ///< [heads, rows_q]
   QueryTile* query_tiles = nullptr;       ///< [heads, query_slots]
   std::uint8_t* dout_codes = nullptr;     ///< E4M3 [heads, rows_q, dims], and 128 rows of anything

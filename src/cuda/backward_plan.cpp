@@ -64,7 +64,7 @@ void take_operands(const BackwardSizes& sizes, Planner& planner, BackwardLayout&
   const auto query_slots = static_cast<std::size_t>(sizes.query_slots());
   const auto query_columns = static_cast<std::size_t>(sizes.query_columns());
   layout.turns = planner.take(heads * query_slots * static_cast<std::size_t>(sizes.parts) * sizeof(std::uint32_t));
-  layout.dout_base = planner.take(kv_heads * static_cast<std::size_t>(of.documents) * sizeof(std::int32_t));
+  layout.dout_base = planner.take(heads * static_cast<std::size_t>(of.documents) * sizeof(std::int32_t));
   layout.dout_records = planner.take(heads * rows_q * sizeof(DoutRecord));
   layout.query_tiles = planner.take(heads * query_slots * sizeof(QueryTile));
   layout.dout_codes = planner.take((heads * rows_q + kTileRows) * dims);

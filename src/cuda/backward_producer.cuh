@@ -27,14 +27,6 @@ class KeyProducer {
   }
 
  private:
-  /// How many planes of a document take a tile before any takes the next: so many that those before have begun to add,
-  /// and so few that what they all walk stays in the second-level cache.
-  static __device__ std::uint32_t planes_together(std::uint32_t tiles) {
-    constexpr std::uint32_t kLeast = 4;
-    constexpr std::uint32_t kPieces = 256;
-    return max(kLeast, kPieces / tiles);
-  }
-
   __device__ void take(KeyWork& work) const {
     work.kv_head = -1;
     const BackwardWorkspace& made = p.a.workspace;
@@ -47,17 +39,10 @@ class KeyProducer {
     const KeyItem& any = made.items[made.order[place]];  // Of the same document.
     place -= static_cast<std::uint32_t>(any.first_key / kTileRows);
     const auto tiles = static_cast<std::uint32_t>((any.keys_of_document + kTileRows - 1) / kTileRows);
-    std::uint32_t rest = index - place * planes;
-    const std::uint32_t most = planes_together(tiles);
-    const std::uint32_t plane = rest / (tiles * most) * most;
-    const std::uint32_t together = min(planes - plane, most);
-    rest -= plane * tiles;
-    // The first are taken first: they meet the most queries, and each waits for those that add before it.
-    const std::uint32_t tile = rest / together;
-    copy_item(made.items[made.order[place + tile]], work.item);
-    const std::uint32_t own = plane + rest % together;
-    work.kv_head = static_cast<std::int32_t>(own) / p.a.sizes.parts;
-    work.part = static_cast<std::int32_t>(own) % p.a.sizes.parts;
+    const Piece piece = piece_of(index - place * planes, tiles, planes);
+    copy_item(made.items[made.order[place + piece.tile]], work.item);
+    work.kv_head = static_cast<std::int32_t>(piece.plane) / p.a.sizes.parts;
+    work.part = static_cast<std::int32_t>(piece.plane) % p.a.sizes.parts;
     work.rows_q = static_cast<std::int32_t>(sizes.rows_q());
   }
 
@@ -80,7 +65,8 @@ class KeyProducer {
       full.arrive();
       return;
     }
-    work.dout_base = p.a.workspace.dout_base[work.kv_head * sizes.documents + work.item.document];
+    work.dout_base =
+        p.a.workspace.dout_base[work.kv_head * (sizes.heads / sizes.kv_heads) * sizes.documents + work.item.document];
     work.range = p.a.saved.ranges[work.kv_head * work.item.tile_slots + work.item.tile_slot];
     auto& to = shared.keys[stage];
     full.arrive_and_expect_tx(sizeof to + sizeof shared.key_scales[0]);

@@ -39,13 +39,26 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
   if (lane() == 0) {
     kept() = {.raised = kLeastRaised,
               .base = base,
+              .next_base = base,
               .moved = 0,
               .key_most = key_most,
-              .weight = ldexpf(1.0F / p.scale, 8 - base),
+              .weight = weight_of(base),
               .most_below = safe ? range.least + kLightOctaves : -INFINITY,
               .norm_below = kPlainLogit / (fabsf(p.logit_scale) * range.key_norm),
               .whole_begin = begin,
               .whole_end = end};
+  }
+  __syncwarp();
+}
+
+template <class Traits>
+__device__ void KeyConsumer<Traits>::enter() {
+  const int base = kept().next_base;
+  scale_sums(dv, exact_pow2(static_cast<float>(kept().base - base)));
+  __syncwarp();  // All lanes have read it.
+  if (lane() == 0) {
+    kept().base = base;
+    kept().weight = weight_of(base);
   }
   __syncwarp();
 }

@@ -45,7 +45,7 @@ __global__ void key_items_kernel(const KeyScheduleArguments a) {
   const BackwardWorkspace& work = a.workspace;
   const std::uint32_t status = a.saved.control->status;
   if (index == 0) *work.control = {status, 0};
-  if (index < std::int64_t{sizes.kv_heads} * sizes.documents) {
+  if (index < std::int64_t{sizes.heads} * sizes.documents) {
     work.dout_base[index] = std::numeric_limits<std::int32_t>::min();
   }
   if (index >= sizes.tile_slots()) return;
@@ -78,7 +78,7 @@ int launch_key_schedule(const KeyScheduleArguments& arguments, void* stream) {
   const Sizes& sizes = arguments.sizes.forward;
   const BackwardWorkspace& work = arguments.workspace;
   const std::int64_t slots = sizes.tile_slots();
-  const std::int64_t threads = std::max({slots, std::int64_t{sizes.kv_heads} * sizes.documents, std::int64_t{1}});
+  const std::int64_t threads = std::max({slots, std::int64_t{sizes.heads} * sizes.documents, std::int64_t{1}});
   if (const cudaError_t error = clear(arguments, on); error != cudaSuccess) return error;
   key_items_kernel<<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, on>>>(arguments);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;

@@ -334,10 +334,9 @@ class DoutTile {
     out_->most = most;
     out_->irregular = irregular ? 1 : 0;
     out_->first = tile.row - a.offsets.q[tile.document];
-    for (std::int32_t& unused : out_->unused) unused = 0;
-    const Sizes& sizes = a.sizes.forward;
-    const std::int32_t kv_head = head / (sizes.heads / sizes.kv_heads);
-    if (base != kNone) atomicMax(a.workspace.dout_base + kv_head * sizes.documents + tile.document, base);
+    out_->head = head;
+    out_->unused = 0;
+    if (base != kNone) atomicMax(a.workspace.dout_base + head * a.sizes.forward.documents + tile.document, base);
   }
 
   static constexpr int kNone = std::numeric_limits<int>::min();

@@ -114,7 +114,7 @@ TEST_F(CudaBackward, C11_GroupsOfHeads) {
 /// A head of a group whose dO is zero, or far smaller, has another unit of dV's sums, or none.
 TEST_F(CudaBackward, C11_HeadsOfAGroupFarApart) {
   for (const Recipe& recipe : test::backward_recipes()) {
-    for (const float other : {0.0F, 0x1p-90F}) {
+    for (const float other : {0.0F, 0x1p-4F, 0x1p-8F, 0x1p-90F}) {
       for (std::int64_t head = 0; head < 4; ++head) {
         Case c = test::random_case(test::pack({{70, 70}, {33, 97}, {140, 9}}), {4, 1, 64, 64}, DType::f32, 5);
         for (std::int64_t i = 0; i < c.dout.elements(); ++i) {
@@ -124,6 +124,49 @@ TEST_F(CudaBackward, C11_HeadsOfAGroupFarApart) {
                                               fmt::format("dO of other heads than {} times {}", head, other));
       }
     }
+  }
+}
+
+/// Keys that the head with large dO does not weigh have their dV of the other head alone: in a unit of its own.
+TEST_F(CudaBackward, C11_LightHeadsKeepTheirDv) {
+  constexpr std::int64_t kLength = 640;
+  constexpr std::int64_t kDims = 64;
+  for (const Recipe& recipe : test::backward_recipes()) {
+    for (const float light : {0x1p-4F, 0x1p-8F, 0x1p-70F}) {
+      Case c = test::random_case(test::pack_self({kLength}), {2, 1, kDims, kDims}, DType::f32, 61);
+      for (std::int64_t i = 0; i < c.dout.elements(); ++i) {
+        const bool late = i / (2 * kDims) >= kLength / 2;
+        c.dout.set(i, i / kDims % 2 == 1 ? c.dout.at(i) * light : late ? 0.0F : c.dout.at(i));
+      }
+      const Tensor got = test::device_backward(c, recipe).dv;
+      const Tensor want = test::backward(c, recipe, test::on_engine("reference")).dv;
+      double error = 0;
+      double size = 0;
+      for (std::int64_t i = kLength / 2 * kDims; i < got.elements(); ++i) {
+        error += std::pow(static_cast<double>(got.at(i)) - want.at(i), 2);
+        size += std::pow(static_cast<double>(want.at(i)), 2);
+      }
+      EXPECT_LE(std::sqrt(error / size), 3e-2) << recipe.name << ", dO of the light head times " << light;
+    }
+  }
+}
+
+/// Logits whose references a record of a tile does not hold.
+TEST_F(CudaBackward, C4_LogitsBeyondSixteenBits) {
+  for (const Recipe& recipe : test::backward_recipes()) {
+    if (recipe.name != "mxfp8" && recipe.name != "mxfp8-tokenblock") continue;
+    Case c = test::random_case(test::pack({{70, 70}, {140, 200}}), {2, 1, 64, 64}, DType::f32, 67);
+    c.problem.scale = 2048;
+    test::expect_gradients_like_reference(test::with_dlse(std::move(c)), recipe, "scale 2048");
+  }
+}
+
+/// More planes than take a tile together.
+TEST_F(CudaBackward, C9_ManyPlanes) {
+  for (const Recipe& recipe : test::backward_recipes()) {
+    Case c = test::random_case(test::pack_self({4200}), {8, 8, 16, 16}, DType::bf16, 71);
+    c.problem.mask = Mask::window(150, 20);
+    test::expect_gradients_like_reference(test::with_dlse(std::move(c)), recipe, "33 key tiles of 8 heads");
   }
 }
 

@@ -88,15 +88,31 @@ TEST(CudaOrder, EveryKeyTileAddsInItsTurn) {
 
 /// How many have added before is a matter of what a query sees: not of how the document goes on.
 TEST(CudaOrder, ALongerDocumentDoesNotMoveATurn) {
-  const cuda::Band causal{kFar, 0};
-  for (std::int32_t length = 1; length <= 20'000; length += 997) {
-    const std::vector<cuda::KeyItem> items = items_of({length, length, causal});
-    const std::vector<cuda::KeyItem> longer = items_of({length + 7'000, length + 7'000, causal});
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      for (std::int32_t tile = items[i].first_tile; tile < items[i].end_tile; ++tile) {
-        ASSERT_EQ(cuda::tiles_before(items[i], tile, causal), cuda::tiles_before(longer[i], tile, causal))
-            << length << ", key tile " << i << ", tile of queries " << tile;
+  for (const cuda::Band& band : {cuda::Band{kFar, 0}, cuda::Band{1'000, 0}}) {
+    for (std::int32_t length = 1; length <= 20'000; length += 997) {
+      const std::vector<cuda::KeyItem> items = items_of({length, length, band});
+      const std::vector<cuda::KeyItem> longer = items_of({length + 7'000, length + 7'000, band});
+      for (std::size_t i = 0; i < items.size(); ++i) {
+        for (std::int32_t tile = items[i].first_tile; tile < items[i].end_tile; ++tile) {
+          ASSERT_EQ(cuda::tiles_before(items[i], tile, band), cuda::tiles_before(longer[i], tile, band))
+              << length << ", key tile " << i << ", tile of queries " << tile;
+        }
       }
+    }
+  }
+}
+
+/// All pieces of a document once; of a plane the tiles in their order, however many planes come together.
+TEST(CudaOrder, EveryPieceIsTakenOnce) {
+  for (std::uint32_t tiles = 1; tiles <= 70; ++tiles) {
+    for (const std::uint32_t planes : {1U, 2U, 3U, 4U, 5U, 8U, 11U, 16U, 31U, 32U, 64U, 257U}) {
+      std::vector<std::uint32_t> taken(planes);
+      for (std::uint32_t index = 0; index < tiles * planes; ++index) {
+        const cuda::Piece piece = cuda::piece_of(index, tiles, planes);
+        ASSERT_LT(piece.plane, planes) << tiles << " tiles, " << planes << " planes, piece " << index;
+        ASSERT_EQ(piece.tile, taken[piece.plane]++) << tiles << " tiles, " << planes << " planes, piece " << index;
+      }
+      ASSERT_EQ(std::ranges::count(taken, tiles), std::ssize(taken)) << tiles << " tiles, " << planes << " planes";
     }
   }
 }

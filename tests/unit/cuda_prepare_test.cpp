@@ -67,7 +67,7 @@ class Tables {
     take(sort, static_cast<std::int64_t>(work.sort_bytes));
     work.sort = sort;
     take(work.turns, tiles * sizes.parts);
-    take(work.dout_base, std::int64_t{f.kv_heads} * f.documents);
+    take(work.dout_base, std::int64_t{f.heads} * f.documents);
     take(work.dout_records, queries);
     take(work.query_tiles, tiles);
     take(work.dout_codes, (queries + 128) * sizes.dims);
@@ -241,7 +241,8 @@ cuda::RowRecord row_record(std::int64_t index) {
   cuda::RowRecord row{std::floor(at(1) * 100) - 50, 0.1F + at(2), std::floor(at(3) * 40) - 20, std::floor(at(4) * 30)};
   if (index % 5 != 0) row.most = -INFINITY;
   if (index % 397 == 13) row.unit = 90;
-  if (index % 631 == 5) row.base = -1e31F;
+  constexpr float kBases[] = {-1e31F, -32'768, -32'767, 32'767, 32'768, 1e5F};
+  if (index % 631 == 5) row.base = kBases[index / 631 % std::ssize(kBases)];
   return row;
 }
 
@@ -491,24 +492,20 @@ void expect_records(const Prepared& p, const Quantized& dout, const std::string&
   const Queries of(p);
   const std::vector<cuda::QueryTile> tiles = p.tables.read(p.tables.work.query_tiles);
   const std::vector<std::int32_t> bases = p.tables.read(p.tables.work.dout_base);
-  constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::min();
-  const std::int64_t group = sizes.heads / sizes.kv_heads;
   std::int64_t index = 0;
   for (const Document& document : p.c.problem.packing.documents()) {
-    std::int32_t base = kNone;  // Of a group.
     for (std::int64_t head = 0; head < sizes.heads; ++head) {
       const std::string at = fmt::format("{} document {} head {}", where, index, head);
       const std::int64_t end = document.q_begin + document.q_length;
-      base = std::max(base, expect_dout_records(p, of, dout, {document.q_begin, end, head}));
-      if ((head + 1) % group == 0) {
-        EXPECT_EQ(bases[static_cast<std::size_t>(head / group * sizes.documents + index)], base) << at;
-        base = kNone;
-      }
+      EXPECT_EQ(bases[static_cast<std::size_t>(head * sizes.documents + index)],
+                expect_dout_records(p, of, dout, {document.q_begin, end, head}))
+          << at;
       std::int64_t slot = head * p.saved.sizes.query_slots() + document.q_begin / cuda::kQueryTile + index;
       for (std::int64_t token = document.q_begin; token < end; token += cuda::kQueryTile) {
         const std::int64_t place = head * sizes.rows_q();
         expect_tile(tiles[static_cast<std::size_t>(slot++)], of, {place + token, place + end, token - document.q_begin},
                     fmt::format("{} token {}", at, token));
+        EXPECT_EQ(tiles[static_cast<std::size_t>(slot - 1)].head, head) << at;
       }
     }
     ++index;
