@@ -1,169 +1,173 @@
 // What the backward multiplies besides the forward's codes: dO's codes, by rows and transposed, D, the records of tiles
-// of queries, and the codes of q, k and v transposed. A warp takes a tile of 64 tokens of one head, and never waits for
-// another warp.
+// of queries, and the codes of q, k and v transposed. A block takes an item's queries, or a tile's keys, of one head or
+// several, and writes whole lines of 128 bytes, as far as there are so many.
 #include "cuda/documents.cuh"
 #include "cuda/prepare.cuh"
 
 namespace mxflash::cuda {
 namespace {
 
-constexpr int kThreads = kWarps * 32;
-constexpr int kHalves = kTileRows / kQueryTile;
-static_assert(kQueryTile == Square::kSide);
+static_assert(kTileRows == kSide);
 
-/// What a warp does; a block's do the same.
-enum class Kind : std::uint8_t { dout, queries, keys, values };
-
-/// Half of a slot of the forward's items or tiles, of one head.
-struct Unit {
-  std::int32_t slot;
-  std::int32_t half;
-  std::int32_t head;
-};
-
-__host__ __device__ std::int64_t blocks_of(std::int64_t slots, std::int32_t heads) {
-  return (slots * kHalves * heads + kWarps - 1) / kWarps;
-}
-
-__device__ Unit unit_of(std::int64_t block, std::int32_t heads) {
-  const std::int64_t unit = block * kWarps + threadIdx.x / 32;
-  const auto half = static_cast<std::int32_t>(unit / heads % kHalves);
-  return {static_cast<std::int32_t>(unit / heads / kHalves), half, static_cast<std::int32_t>(unit % heads)};
-}
-
-__device__ QueryPlace place_of(const PrepareArguments& a, const Unit& unit) {
+/// Of a slot of the forward's items.
+__device__ QueryPlace place_of(const PrepareArguments& a, std::int64_t slot) {
   const Sizes& sizes = a.sizes.forward;
   QueryPlace place;
-  if (unit.slot >= sizes.item_slots() || a.saved.costs[unit.slot] == 0) return place;
-  const Item item = a.saved.items[unit.slot];
-  place.queries = min(item.queries - unit.half * kQueryTile, kQueryTile);
-  if (place.queries <= 0) return {};
-  place.row = item.query_row + unit.half * kQueryTile;
-  place.document = item.document;
+  if (slot >= sizes.item_slots()) return place;
+  const Item item = a.saved.items[slot];
+  const bool used = a.saved.costs[slot] != 0;
+  if (a.saved.control->status != 0 || !used) return place;
   const std::int32_t begin = a.offsets.q[item.document];
   const std::int32_t end = a.offsets.q[item.document + 1];
-  place.column = first_column(a.offsets.q, item.document) + place.row - begin;
-  place.columns = kQueryTile;
-  if (place.row + kQueryTile >= end) {
-    place.columns = columns_to_fill({a.offsets.q, sizes.documents, sizes.tokens_q}, end, place.column, kQueryTile);
+  const std::int32_t inside = item.query_row - begin;
+  place.row = item.query_row;
+  place.queries = item.queries;
+  place.document = item.document;
+  place.column = first_column(a.offsets.q, item.document) + inside;
+  place.columns = item.queries > kQueryTile ? 2 * kQueryTile : kQueryTile;
+  if (item.query_row + item.queries >= end) {
+    place.columns = columns_to_fill({a.offsets.q, sizes.documents, sizes.tokens_q}, end, place.column, place.columns);
   }
-  place.slot = begin / kQueryTile + item.document + (place.row - begin) / kQueryTile;
+  place.slot = begin / kQueryTile + item.document + inside / kQueryTile;
   return place;
 }
 
-/// Rows of codes, of which `dims` are to be transposed. `to`: of the tile's first column.
-struct CodeRows {
-  const std::uint8_t* codes;
-  std::int32_t rows;
-  std::uint8_t* to;
-  std::int64_t columns;  ///< Of all tiles.
-  std::int32_t own;      ///< Columns to fill.
-};
-
-/// Dims that the codes do not have become zeros.
-__device__ void transpose_rows(const PrepareArguments& a, const CodeRows& of, std::byte* shared) {
-  const std::int32_t key_dims = a.sizes.forward.key_dims;
-#pragma unroll 1
-  for (std::int32_t dim = 0; dim < a.sizes.dims; dim += Square::kSide) {
-    const Square square{of.codes + dim, key_dims, dim < key_dims ? of.rows : 0, of.to + dim * of.columns, of.columns,
-                        Square::kSide,  of.own};
-    SquareTransposer(square, shared).run();
-  }
+/// Columns of queries, of `table`.
+__device__ ByColumns<std::uint8_t> query_columns_of(const PrepareArguments& a, const QueryPlace& place,
+                                                    const Share& share, std::uint8_t* table) {
+  const std::int64_t pitch = a.sizes.query_columns();
+  return {share,
+          {table + place.column, a.sizes.dims * pitch, pitch, a.sizes.forward.heads, place.columns, a.sizes.dims}};
 }
 
-__device__ void transpose_queries(const PrepareArguments& a, const Unit& unit, std::byte* shared) {
-  const QueryPlace place = place_of(a, unit);
-  if (place.queries <= 0) return;
-  const std::int64_t columns = a.sizes.query_columns();
-  const std::int64_t row = unit.head * a.sizes.forward.rows_q() + place.row;
-  transpose_rows(
-      a,
-      {a.saved.query_codes + row * a.sizes.forward.key_dims, place.queries,
-       a.workspace.query_columns + unit.head * a.sizes.dims * columns + place.column, columns, place.columns},
-      shared);
-}
-
-__device__ void transpose_keys(const PrepareArguments& a, const Unit& unit, const KeyTile& tile, std::byte* shared) {
-  const std::int32_t first = unit.half * kQueryTile;
-  const std::int64_t columns = a.sizes.forward.columns();
-  const std::int64_t row = unit.head * a.sizes.forward.rows_k() + tile.row + first;
-  transpose_rows(a,
-                 {a.saved.key_codes + row * a.sizes.forward.key_dims, tile.keys - first,
-                  a.workspace.key_columns + unit.head * a.sizes.dims * columns + tile.column + first, columns,
-                  tile.columns - first},
-                 shared);
-}
-
-/// Back to rows; what the forward has beyond value_dim is nobody's.
-__device__ void transpose_values(const PrepareArguments& a, const Unit& unit, const KeyTile& tile, std::byte* shared) {
+template <class Shape>
+__device__ void encode_dout(const PrepareArguments& a, const QueryPlace& place, const Share& share, std::byte* lines) {
+  __shared__ QueriesSeen seen[kWarps];
   const Sizes& sizes = a.sizes.forward;
-  const std::int32_t first = unit.half * kQueryTile;
-  const std::int64_t pitch = sizes.columns();
-  const std::uint8_t* codes = a.saved.value_codes + unit.head * sizes.value_rows() * pitch + tile.column + first;
-  std::uint8_t* to = a.workspace.value_rows + (unit.head * sizes.rows_k() + tile.row + first) * a.sizes.dims;
+  const unsigned line = warp_index() * kGroup;  // The warp's first.
+  DoutRows<Shape> rows(a, place, share.head(line), share.place(line));
+  const bool has_head = share.head(line) < sizes.heads;
+  if (has_head) {
+    const QueriesSeen own = rows.run(lines);
+    if (lane_index() == 0) seen[warp_index()] = own;
+    const std::int64_t head_pitch = sizes.rows_q() * a.sizes.dims;
+    const ByRows<std::uint8_t> to{share,
+                                  {a.workspace.dout_codes + std::int64_t{place.row} * a.sizes.dims, head_pitch,
+                                   a.sizes.dims, sizes.heads, place.queries, a.sizes.dims}};
 #pragma unroll 1
-  for (std::int32_t dim = 0; dim < a.sizes.dims; dim += Square::kSide) {
-    const std::int64_t line = dim + dim / sizes.value_dims;  // A row of multipliers ends each part.
-    const Square square{codes + line * pitch, pitch,        sizes.value_dim - dim, to + dim, a.sizes.dims,
-                        tile.keys - first,    Square::kSide};
-    SquareTransposer(square, shared).run();
+    for (unsigned s = 0; s < kSquares<Shape>; ++s) {
+      Square<Shape::kPitch>(lines, s).store(line, [&](unsigned l, unsigned unit) { return to(s, l, unit); });
+    }
+  }
+  __syncthreads();
+  store_transposed<Shape>(lines, query_columns_of(a, place, share, a.workspace.dout_columns));
+  if (!has_head || share.place(line) % kQueryTile != 0) return;
+  QueriesSeen all = seen[warp_index()];
+  if (share.tokens() > kGroup) {
+    all.add(seen[warp_index() + 1]);
+  } else {
+    rows.keep_no_more();
+  }
+  rows.finish(all);
+}
+
+__device__ ByRows<const std::uint8_t> query_rows_of(const PrepareArguments& a, const QueryPlace& place,
+                                                    const Share& share) {
+  const Sizes& sizes = a.sizes.forward;
+  const std::int64_t pitch = sizes.key_dims;
+  return {share,
+          {a.saved.query_codes + place.row * pitch, sizes.rows_q() * pitch, pitch, sizes.heads, place.queries,
+           sizes.key_dims}};
+}
+
+template <class Shape>
+__device__ void transpose_keys(const PrepareArguments& a, const KeyTile& tile, const Share& share, std::byte* lines) {
+  const Sizes& sizes = a.sizes.forward;
+  const std::int64_t pitch = sizes.key_dims;
+  const std::int64_t columns = sizes.columns();
+  const ByRows<const std::uint8_t> from{
+      share,
+      {a.saved.key_codes + tile.row * pitch, sizes.rows_k() * pitch, pitch, sizes.kv_heads, tile.keys, sizes.key_dims}};
+  const ByColumns<std::uint8_t> to{share,
+                                   {a.workspace.key_columns + tile.column, a.sizes.dims * columns, columns,
+                                    sizes.kv_heads, tile.columns, a.sizes.dims}};
+  transpose<Shape>(lines, from, to);
+}
+
+/// Back to rows; what the forward has beyond value_dim is nobody's. A row of multipliers ends each part of its codes.
+template <class Shape>
+__device__ void transpose_values(const PrepareArguments& a, const KeyTile& tile, const Share& share, std::byte* lines) {
+  const Sizes& sizes = a.sizes.forward;
+  const std::int64_t pitch = a.sizes.dims;
+  const std::int64_t columns = sizes.columns();
+  const ByColumns<const std::uint8_t> from{share,
+                                           {a.saved.value_codes + tile.column, sizes.value_rows() * columns, columns,
+                                            sizes.kv_heads, tile.keys, sizes.value_dim, 1}};
+  const ByRows<std::uint8_t> to{share,
+                                {a.workspace.value_rows + tile.row * pitch, sizes.rows_k() * pitch, pitch,
+                                 sizes.kv_heads, tile.keys, a.sizes.dims}};
+  transpose<Shape>(lines, from, to);
+}
+
+template <class Shape>
+__device__ void prepare_queries(const PrepareArguments& a, std::int64_t slot, std::int32_t at, std::byte* lines) {
+  const std::int32_t heads = a.sizes.forward.heads;
+  const QueryPlace place = place_of(a, slot);
+  const Share share(place.columns, at % heads);
+  if (place.queries == 0 || share.head(0) >= heads) return;
+  if (at < heads) {
+    encode_dout<Shape>(a, place, share, lines);
+  } else {
+    transpose<Shape>(lines, query_rows_of(a, place, share),
+                     query_columns_of(a, place, share, a.workspace.query_columns));
   }
 }
 
-struct Place {
-  Kind kind;
-  std::int64_t block;  ///< Among those of its kind.
-};
-
-/// The kinds of a side alternate: those that transpose alone hide the others' instructions.
-__device__ Place place_of_block(const Sizes& sizes) {
-  const std::int64_t queries = 2 * blocks_of(sizes.item_slots(), sizes.heads);
-  const std::int64_t block = blockIdx.x;
-  if (block < queries) return {block % 2 == 0 ? Kind::dout : Kind::queries, block / 2};
-  return {(block - queries) % 2 == 0 ? Kind::keys : Kind::values, (block - queries) / 2};
+template <class Shape>
+__device__ void prepare_keys(const PrepareArguments& a, std::int64_t slot, std::int32_t at, std::byte* lines) {
+  const std::int32_t heads = a.sizes.forward.kv_heads;
+  if (a.saved.control->status != 0 || slot >= a.sizes.forward.tile_slots()) return;
+  const KeyTile tile = a.saved.tiles[slot];
+  const Share share(tile.columns, at % heads);
+  if (tile.keys == 0 || share.head(0) >= heads) return;
+  if (at < heads) {
+    transpose_keys<Shape>(a, tile, share, lines);
+  } else {
+    transpose_values<Shape>(a, tile, share, lines);
+  }
 }
+
+/// A slot's blocks have dO's heads, then q's, k's and v's: those that transpose alone hide the others' instructions.
+__host__ __device__ std::int32_t blocks_of_slot(const Sizes& sizes) { return 2 * (sizes.heads + sizes.kv_heads); }
 
 template <class Shape, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) prepare_kernel(const __grid_constant__ PrepareArguments a) {
   extern __shared__ uint4 memory[];
-  if (a.saved.control->status != 0) return;
-  std::byte* shared = reinterpret_cast<std::byte*>(memory) + threadIdx.x / 32 * DoutTile<Shape>::kShared;
-  const Sizes& sizes = a.sizes.forward;
-  const Place at = place_of_block(sizes);
-  if (at.kind == Kind::dout || at.kind == Kind::queries) {
-    const Unit unit = unit_of(at.block, sizes.heads);
-    if (at.kind == Kind::queries) {
-      transpose_queries(a, unit, shared);
-    } else if (const QueryPlace place = place_of(a, unit); place.queries > 0) {
-      DoutTile<Shape>(a, place, unit.head, shared).run();
-    }
-    return;
-  }
-  const Unit unit = unit_of(at.block, sizes.kv_heads);
-  if (unit.slot >= sizes.tile_slots()) return;
-  const KeyTile tile = a.saved.tiles[unit.slot];
-  if (tile.keys == 0) return;
-  if (at.kind == Kind::keys) {
-    transpose_keys(a, unit, tile, shared);
+  auto* lines = reinterpret_cast<std::byte*>(memory);
+  const auto blocks = static_cast<unsigned>(blocks_of_slot(a.sizes.forward));
+  const std::int32_t queries = 2 * a.sizes.forward.heads;
+  const std::int64_t slot = blockIdx.x / blocks;
+  const auto at = static_cast<std::int32_t>(blockIdx.x % blocks);
+  if (at < queries) {
+    prepare_queries<Shape>(a, slot, at, lines);
   } else {
-    transpose_values(a, unit, tile, shared);
+    prepare_keys<Shape>(a, slot, at - queries, lines);
   }
 }
 
 /// Blocks of an SM: as many as shared memory has room for and registers allow without spilling.
 template <class Shape>
 cudaError_t launch(const PrepareArguments& a, cudaStream_t stream) {
-  constexpr int kShared = kWarps * DoutTile<Shape>::kShared;
+  constexpr int kShared = kLineBytes<Shape>;
   constexpr int kRoom = 227 * 1024;
-  constexpr int kRegisters = Shape::kDims > 128 ? 2 : Shape::kDims > 64 && Shape::kBytes == 2 ? 4 : 3;
+  constexpr int kRegisters = Shape::kDims > 128 ? 3 : 5;
   auto* kernel = prepare_kernel<Shape, std::min(kRoom / (kShared + 1024), kRegisters)>;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
       error != cudaSuccess) {
     return error;
   }
   const Sizes& sizes = a.sizes.forward;
-  const std::int64_t blocks =
-      2 * (blocks_of(sizes.item_slots(), sizes.heads) + blocks_of(sizes.tile_slots(), sizes.kv_heads));
+  const std::int64_t blocks = std::max(sizes.item_slots(), sizes.tile_slots()) * blocks_of_slot(sizes);
   if (blocks == 0) return cudaSuccess;
   kernel<<<static_cast<unsigned>(blocks), kThreads, kShared, stream>>>(a);
   return cudaGetLastError();

@@ -1,4 +1,4 @@
-// A tile of 64 queries of dO: codes by rows and transposed, D, and the tile's record.
+// 32 rows of dO, a warp's: codes, D, and their part of the record of a tile of 64 queries.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -11,53 +11,81 @@
 
 namespace mxflash::cuda {
 
-/// A tile of queries of one document.
+/// Queries of an item, of every head.
 struct QueryPlace {
   std::int32_t row = 0;
-  std::int32_t queries = 0;  ///< 0: there is no such tile.
+  std::int32_t queries = 0;  ///< 0: the slot has none.
   std::int32_t column = 0;
   std::int32_t columns = 0;  ///< As KeyTile::columns.
   std::int32_t document = 0;
-  std::int32_t slot = 0;  ///< As BackwardSizes::query_slots.
+  std::int32_t slot = 0;  ///< Of the first tile, as BackwardSizes::query_slots.
 };
 
 /// Beyond these the products that are made of a tile's numbers may leave FP32.
 __device__ inline bool far_off(float x) { return fabsf(x) > 0x1p60F || (fabsf(x) < 0x1p-60F && x != 0.0F); }
 
-/// A lane has a part of four tokens, as Values; the numbers come chunk by chunk, dO's twice.
+/// Of numbers that are no NaN: as integers that rise with them.
+__device__ inline float largest_of_lanes(float x) {
+  constexpr int kSize = std::numeric_limits<int>::max();
+  const auto turned = [](int bits) { return bits < 0 ? bits ^ kSize : bits; };
+  return __int_as_float(turned(__reduce_max_sync(0xFFFFFFFFU, turned(__float_as_int(x)))));
+}
+
+/// What a warp knows of a tile's queries.
+struct QueriesSeen {
+  static constexpr int kNone = std::numeric_limits<int>::min();
+
+  float norm = 0;
+  float most = -INFINITY;
+  int irregular = 0;
+  int base = kNone;
+
+  __device__ void add(const QueriesSeen& other) {
+    norm = fmaxf(norm, other.norm);
+    most = fmaxf(most, other.most);
+    irregular |= other.irregular;
+    base = max(base, other.base);
+  }
+};
+
+/// A lane has a part of four tokens, as Values.
 template <class Shape>
-class DoutTile {
+class DoutRows {
  public:
-  static constexpr int kGroups = kQueryTile / kGroup;
-  /// A chunk of every lane, transposed: 32 dims of a group.
-  static constexpr int kTransposed = 32 * kGroup;
-  static constexpr int kShared = Shape::kStage + kTransposed;
+  /// `first`: the warp's first query in the item.
+  __device__ DoutRows(const PrepareArguments& arguments, const QueryPlace& of, std::int32_t of_head, std::int32_t first)
+      : a(arguments), place_(of), head_(of_head), first_(first) {}
 
-  __device__ DoutTile(const PrepareArguments& arguments, const QueryPlace& of, std::int32_t of_head, std::byte* shared)
-      : a(arguments),
-        tile(of),
-        head(of_head),
-        transposed_(shared + Shape::kStage),
-        out_(arguments.workspace.query_tiles + of_head * arguments.sizes.query_slots() + of.slot),
-        rows_({&arguments.dout, arguments.sizes.forward.value_dim, of_head, of.row, of.queries}),
-        staged_(shared) {}
+  /// `lines`: of the block, 32 a warp; a row's codes go over it.
+  __device__ QueriesSeen run(std::byte* lines) {
+    // Columns end no earlier than queries.
+    const Dot dot = first_ < place_.columns ? encode(lines) : Dot{};
+    return keep(dot);
+  }
 
-  __device__ void run() {
-#pragma unroll 1
-    for (int first = 0; first < kQueryTile; first += kGroup) {
-      // Columns end no earlier than queries.
-      const Dot dot = first < tile.columns ? encode(first) : Dot{};
-      keep(first, dot);
+  /// Of a tile that ends before a second warp's queries.
+  __device__ void keep_no_more() const { write(kGroup, Numbers{}); }
+
+  __device__ void finish(const QueriesSeen& seen) const {
+    if (lane_index() != 0) return;
+    QueryTile& out = tile();
+    out.norm = seen.norm;
+    out.most = seen.most;
+    out.irregular = seen.irregular;
+    out.first = place_.row - a.offsets.q[place_.document] + first_ / kQueryTile * kQueryTile;
+    out.head = head_;
+    out.unused = 0;
+    if (seen.base != QueriesSeen::kNone) {
+      atomicMax(a.workspace.dout_base + head_ * a.sizes.forward.documents + place_.document, seen.base);
     }
-    finish();
   }
 
  private:
   using Type = typename Shape::Type;
   using Chunk = typename Type::Chunk;
-  static constexpr std::size_t kTokens = Shape::kKeys;
+  static constexpr int kTokens = Shape::kKeys;
   static constexpr int kLanes = Shape::kKeyLanes;
-  static constexpr int kChunks = Shape::kDims / kChunk / kLanes;
+  static constexpr std::size_t kChunks = Shape::kDims / kChunk / kLanes;
   static constexpr bool kHasRest = Shape::kBytes < 4;
 
   /// The token of the lane's own index: the largest magnitudes that its scale follows from, and codes . O.
@@ -66,137 +94,130 @@ class DoutTile {
     float shared = 0;
     float sum = 0;
   };
-  /// O of the lane's tokens, and what rounding took from it.
+  /// The lane's part of a row of O, and what rounding took from it.
   struct Outputs {
-    Chunk o[kTokens];
-    Chunk rest[kHasRest ? kTokens : 1];
+    Chunk o[kChunks];
+    Chunk rest[kHasRest ? kChunks : 1];
+  };
+  /// Where codes of a row go: two lanes have a unit.
+  struct CodePlace {
+    std::byte* lines;
+    unsigned line;
+
+    __device__ void keep(int c, uint2 codes) const {
+      const unsigned eight = c * kLanes + threadIdx.x % kLanes;
+      std::byte* unit = Square<Shape::kPitch>(lines, eight / 16).unit(line, eight / 2 % 8);
+      reinterpret_cast<uint2*>(unit)[eight % 2] = codes;
+    }
   };
 
-  static __device__ int place() { return lane_index() / kLanes; }
-  static __device__ int first_token() { return place() * Shape::kKeys; }
+  static __device__ int first_token() { return lane_index() / kLanes * Shape::kKeys; }
   static __device__ int part() { return lane_index() % kLanes; }
-  static __device__ float mine(const float (&of)[kTokens]) {
-    const bool odd = part() % 2 != 0;
-    return part() < 2 ? (odd ? of[1] : of[0]) : (odd ? of[3] : of[2]);
+  [[nodiscard]] __device__ QueryTile& tile() const {
+    return a.workspace.query_tiles[head_ * a.sizes.query_slots() + place_.slot + first_ / kQueryTile];
   }
 
-  /// The group of 32 rows from `first` on into shared memory.
-  __device__ void take(int first) const {
-    __syncwarp();  // No lane needs the group before it any more.
-    const Group<Shape> group(rows_.group(first / kGroup), staged_);
+  /// Token by token, so that a row of O is asked for whole.
+  __device__ Dot encode(std::byte* lines) const {
+    const Rows rows{&a.dout, a.sizes.forward.value_dim, head_, place_.row, place_.queries};
+    const Group<Shape> group(rows.group(first_ / kGroup), lines + warp_index() * Shape::kStage);
     group.start();
     group.wait();
-  }
-  [[nodiscard]] __device__ Chunk chunk(int row, int index) const {
-    return Group<Shape>(rows_, staged_).chunk(row, index);
-  }
-
-  __device__ Dot encode(int first) {
-    Outputs next = outputs(first, 0);
-    take(first);
-    float own[kTokens];
-    maxima(own);
-    float shared = 0;
-    if (rows_.alike()) {
-#pragma unroll
-      for (int j = 0; j < kTokens; ++j) shared = finite(own[j]) ? fmaxf(shared, own[j]) : shared;
-      shared = largest_among<1, 32>(shared);
-    }
-    float inverses[kTokens];
-    float sums[kTokens] = {};
-#pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      const Scale scale(own[j], rows_.alike() ? shared : own[j]);
-      inverses[j] = scale.poisoned ? NAN : scale.inverse();
-    }
+    const float shared = rows.alike() ? largest_finite(group) : 0;
+    Dot mine;
 #pragma unroll 1
-    for (int c = 0; c < kChunks; ++c) {
-      const Outputs now = next;
-      if (c + 1 < kChunks) next = outputs(first, c + 1);
-      step({first, c}, inverses, now, sums);
-    }
-#pragma unroll
     for (int j = 0; j < kTokens; ++j) {
-#pragma unroll
-      for (int distance = 1; distance < kLanes; distance *= 2) sums[j] += shuffled(sums[j], distance);
+      const Outputs now = outputs(j);
+      Chunk chunks[kChunks];
+      read(group, j, chunks);
+      const float own = largest(chunks);
+      const Scale scale(own, rows.alike() ? shared : own);
+      __syncwarp();  // The lanes of the row have read it.
+      const float sum = encode(chunks, scale.poisoned ? NAN : scale.inverse(), now,
+                               {lines, warp_index() * kGroup + first_token() + static_cast<unsigned>(j)});
+      if (part() == j) mine = {own, rows.alike() ? shared : own, sum};
     }
-    return {mine(own), rows_.alike() ? shared : mine(own), mine(sums)};
+    return mine;
   }
 
-  __device__ void maxima(float (&own)[kTokens]) const {
-    typename Type::Most most[kTokens] = {};
-#pragma unroll 2
-    for (int c = 0; c < kChunks; ++c) {
+  static __device__ void read(const Group<Shape>& group, int j, Chunk (&chunks)[kChunks]) {
 #pragma unroll
-      for (int j = 0; j < kTokens; ++j) {
-        most[j] = Type::larger_of(most[j], Type::most(chunk(first_token() + j, c * kLanes + part())));
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kTokens; ++j) own[j] = largest_among<1, kLanes>(Type::value(most[j]));
+    for (int c = 0; c < kChunks; ++c) chunks[c] = group.chunk(first_token() + j, c * kLanes + part());
   }
 
-  [[nodiscard]] __device__ Outputs outputs(int first, int c) const {
+  /// Of a row.
+  static __device__ float largest(const Chunk (&chunks)[kChunks]) {
+    typename Type::Most most = Type::most(chunks[0]);
+#pragma unroll
+    for (int c = 1; c < kChunks; ++c) most = Type::larger_of(most, Type::most(chunks[c]));
+    return largest_among<1, kLanes>(Type::value(most));
+  }
+
+  /// Of the group's rows that are not poisoned.
+  static __device__ float largest_finite(const Group<Shape>& group) {
+    float most = 0;
+#pragma unroll 1
+    for (int j = 0; j < kTokens; ++j) {
+      Chunk chunks[kChunks];
+      read(group, j, chunks);
+      const float own = largest(chunks);
+      most = finite(own) ? fmaxf(most, own) : most;
+    }
+    return largest_among<1, 32>(most);
+  }
+
+  /// Of the lane's token j.
+  [[nodiscard]] __device__ Outputs outputs(int j) const {
     Outputs out{};
     const Sizes& sizes = a.sizes.forward;
-    const int dim = (c * kLanes + part()) * kChunk;
-    if (dim >= sizes.value_dim) return out;
-    const std::int32_t row = first + first_token();
-    const std::int64_t pitch = std::int64_t{sizes.heads} * sizes.value_dim;
-    const std::int64_t begin = (std::int64_t{tile.row} + row) * pitch + head * std::int64_t{sizes.value_dim} + dim;
+    const std::int32_t row = first_ + first_token() + j;
+    if (row >= place_.queries) return out;
+    const std::int64_t begin =
+        ((std::int64_t{place_.row} + row) * sizes.heads + head_) * sizes.value_dim + part() * kChunk;
 #pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      if (row + j >= tile.queries) break;
-      const std::int64_t byte = (begin + j * pitch) * Shape::kBytes;
-      out.o[j] = *reinterpret_cast<const Chunk*>(static_cast<const std::byte*>(a.o) + byte);
+    for (int c = 0; c < kChunks; ++c) {
+      if ((c * kLanes + part()) * kChunk >= sizes.value_dim) break;
+      const std::int64_t byte = (begin + c * kLanes * kChunk) * Shape::kBytes;
+      out.o[c] = *reinterpret_cast<const Chunk*>(static_cast<const std::byte*>(a.o) + byte);
       if constexpr (kHasRest) {
-        out.rest[j] = *reinterpret_cast<const Chunk*>(static_cast<const std::byte*>(a.saved.residual) + byte);
+        out.rest[c] = *reinterpret_cast<const Chunk*>(static_cast<const std::byte*>(a.saved.residual) + byte);
       }
     }
     return out;
   }
 
-  struct Step {
-    int first;
-    int chunk;
-  };
-
-  /// 32 dims of a group to codes.
-  __device__ void step(const Step& at, const float (&inverses)[kTokens], const Outputs& outputs,
-                       float (&sums)[kTokens]) const {
-    std::uint32_t words[2][kTokens];
+  /// Returns codes . O of the row. `inverse`: NaN: of a poisoned token.
+  __device__ float encode(const Chunk (&chunks)[kChunks], float inverse, const Outputs& outputs,
+                          const CodePlace& to) const {
+    float sum = 0;
 #pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      float x[kChunk];
-      Type::widen(chunk(first_token() + j, at.chunk * kLanes + part()), x);
-#pragma unroll
-      // NaN: a poisoned token, which has codes 0.
-      for (int d = 0; d < kChunk; ++d) x[d] = inverses[j] != inverses[j] ? 0.0F : x[d] * inverses[j];
-      words[0][j] = codes_of(x[0], x[1], x[2], x[3]);
-      words[1][j] = codes_of(x[4], x[5], x[6], x[7]);
+    for (int c = 0; c < kChunks; ++c) {
+      const uint2 codes = encode(chunks[c], inverse);
       float y[kChunk];
-      unrounded(outputs, j, y);
-      sums[j] = dot(words[0][j], y, sums[j]);
-      sums[j] = dot(words[1][j], y + 4, sums[j]);
+      unrounded(outputs, c, y);
+      sum = dot(codes.y, y + 4, dot(codes.x, y, sum));
+      to.keep(c, codes);
     }
-    store_rows(at, words);
-    auto* to = reinterpret_cast<std::uint32_t*>(transposed_) + place();
 #pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      transpose4(words[w]);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) to[swizzled(part() * kChunk + w * 4 + k) * (kGroup / 4)] = words[w][k];
-    }
-    __syncwarp();
-    store_columns(at);
-    __syncwarp();
+    for (int distance = 1; distance < kLanes; distance *= 2) sum += shuffled(sum, distance);
+    return sum;
   }
 
-  static __device__ void unrounded(const Outputs& outputs, int j, float (&y)[kChunk]) {
-    Type::widen(outputs.o[j], y);
+  /// `inverse`: NaN: of a poisoned token, which has codes 0.
+  static __device__ uint2 encode(const Chunk& chunk, float inverse) {
+    float x[kChunk];
+    Type::widen(chunk, x);
+#pragma unroll
+    for (int d = 0; d < kChunk; ++d) x[d] *= inverse;
+    const uint2 codes{codes_of(x[0], x[1], x[2], x[3]), codes_of(x[4], x[5], x[6], x[7])};
+    return inverse != inverse ? uint2{} : codes;
+  }
+
+  static __device__ void unrounded(const Outputs& outputs, int c, float (&y)[kChunk]) {
+    Type::widen(outputs.o[c], y);
     if constexpr (kHasRest) {
       float rest[kChunk];
-      Type::widen(outputs.rest[j], rest);
+      Type::widen(outputs.rest[c], rest);
 #pragma unroll
       for (int d = 0; d < kChunk; ++d) y[d] += rest[d];
     }
@@ -214,66 +235,29 @@ class DoutTile {
     return sum;
   }
 
-  /// Four lanes have 32 bytes of a row.
-  __device__ void store_rows(const Step& at, const std::uint32_t (&words)[2][kTokens]) const {
-    const std::int32_t row = at.first + first_token();
-    std::uint8_t* to = a.workspace.dout_codes + (head * a.sizes.forward.rows_q() + tile.row + row) * Shape::kDims +
-                       (at.chunk * kLanes + part()) * kChunk;
-#pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      if (row + j >= tile.queries) break;
-      *reinterpret_cast<uint2*>(to + j * Shape::kDims) = {words[0][j], words[1][j]};
-    }
-  }
-
-  /// Rows of neighbouring chunks lie in different banks.
-  static __device__ int swizzled(int dim) { return dim ^ (dim / kChunk % kLanes); }
-
-  __device__ void store_columns(const Step& at) const {
-    const int column = at.first + lane_index() % 2 * 16;
-    if (column >= tile.columns) return;
-    const std::int64_t pitch = a.sizes.query_columns();
-    std::uint8_t* to =
-        a.workspace.dout_columns + (std::int64_t{head} * Shape::kDims + at.chunk * 32) * pitch + tile.column + column;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int dim = i * 16 + lane_index() / 2;
-      *reinterpret_cast<uint4*>(to + dim * pitch) =
-          *reinterpret_cast<const uint4*>(transposed_ + swizzled(dim) * kGroup + lane_index() % 2 * 16);
-    }
-  }
-
   // 2^15 in two, since the exponent's factor is up to 2^120.
   static constexpr float kUndoLow = 0x1p7F;
   static constexpr float kUndoHigh = 0x1p8F;
 
-  /// D - dLSE; a dLSE that is not finite poisons it.
-  [[nodiscard]] __device__ float delta_of(std::int32_t token, const Dot& dot, const Scale& scale) const {
+  /// What there is of a query already, from as few loads as there can be, all at once.
+  struct Given {
     float dlse = 0;
-    if (a.dlse != nullptr) dlse = a.dlse[token * a.dlse_token_stride + head * a.dlse_head_stride];
-    if (!finite(fabsf(dlse))) return NAN;
-    return dot.sum * (scale.factor() * kUndoLow) * kUndoHigh - dlse;
+    float2 query{};  ///< QueryScale
+    float4 row{};    ///< RowRecord
+  };
+  [[nodiscard]] __device__ Given given(std::int32_t token) const {
+    Given of;
+    const std::int64_t at = head_ * a.sizes.forward.rows_q() + token;
+    if (a.dlse != nullptr) of.dlse = a.dlse[token * a.dlse_token_stride + head_ * a.dlse_head_stride];
+    of.query = *reinterpret_cast<const float2*>(a.saved.query_scale + at);
+    of.row = *reinterpret_cast<const float4*>(a.saved.rows + at);
+    return of;
   }
 
-  /// The numbers of the token of the lane's own index, of a group.
-  __device__ void keep(int first, const Dot& dot) {
-    const int query = first + lane_index();
-    const Scale scale(dot.own, dot.shared);
-    Numbers numbers;
-    if (query < tile.queries) {
-      const std::int64_t at = head * a.sizes.forward.rows_q() + tile.row + query;
-      const float delta = delta_of(tile.row + query, dot, scale);
-      a.workspace.dout_records[at] = {scale.poisoned ? NAN : scale.factor(), delta};
-      // A token of zeros asks for no unit, and would be the only one in a head that nothing depends on.
-      if (!scale.poisoned && dot.own > 0) base_ = max(base_, scale.exponent());
-      numbers = numbers_of(at, {scale, dot.own}, delta);
-    }
-    out_->logit[query] = numbers.logit;
-    out_->slope[query] = numbers.slope;
-    out_->offset[query] = numbers.offset;
-    out_->scale[query] = numbers.scale;
-    const float most = join_lanes({0, numbers.scale, 0, 0}).most;
-    if (lane_index() == 0) out_->scale_most[first / kGroup] = most;
+  /// D - dLSE; a dLSE that is not finite poisons it.
+  static __device__ float delta_of(float dlse, const Dot& dot, const Scale& scale) {
+    if (!finite(fabsf(dlse))) return NAN;
+    return dot.sum * (scale.factor() * kUndoLow) * kUndoHigh - dlse;
   }
 
   struct Numbers {
@@ -282,6 +266,41 @@ class DoutTile {
     float offset = 0;
     float scale = 0;
   };
+
+  /// The numbers of the token of the lane's own index.
+  __device__ QueriesSeen keep(const Dot& dot) const {
+    const std::int32_t query = first_ + lane_index();
+    const Scale scale(dot.own, dot.shared);
+    QueriesSeen seen;
+    Numbers numbers;
+    if (query < place_.queries) {
+      const Given of = given(place_.row + query);
+      const float delta = delta_of(of.dlse, dot, scale);
+      a.workspace.dout_records[head_ * a.sizes.forward.rows_q() + place_.row + query] = {
+          scale.poisoned ? NAN : scale.factor(), delta};
+      // A token of zeros asks for no unit, and would be the only one in a head that nothing depends on.
+      if (!scale.poisoned && dot.own > 0) seen.base = scale.exponent();
+      numbers = numbers_of(of, {scale, dot.own}, delta, seen);
+    }
+    write(first_ % kQueryTile, numbers);
+    seen.norm = largest_of_lanes(seen.norm);
+    seen.most = largest_of_lanes(seen.most);
+    seen.irregular = __any_sync(0xFFFFFFFFU, seen.irregular) != 0 ? 1 : 0;
+    seen.base = __reduce_max_sync(0xFFFFFFFFU, seen.base);
+    return seen;
+  }
+
+  /// Those of 32 queries of the tile.
+  __device__ void write(int first, const Numbers& numbers) const {
+    QueryTile& out = tile();
+    const int query = first + lane_index();
+    out.logit[query] = numbers.logit;
+    out.slope[query] = numbers.slope;
+    out.offset[query] = numbers.offset;
+    out.scale[query] = numbers.scale;
+    const float most = largest_of_lanes(numbers.scale);
+    if (lane_index() == 0) out.scale_most[first / kGroup] = most;
+  }
 
   /// dO of a token. Where all codes are zero, and others' too that share the exponent, it says nothing: such a token
   /// counts as if it were 0.
@@ -301,12 +320,12 @@ class DoutTile {
   };
 
   /// Those of a query that sees no key are zeros, as past the document's end.
-  __device__ Numbers numbers_of(std::int64_t at, const TokenScale& dout, float delta) {
-    const QueryScale query = a.saved.query_scale[at];
-    const RowRecord row = a.saved.rows[at];
+  __device__ Numbers numbers_of(const Given& of, const TokenScale& dout, float delta, QueriesSeen& seen) const {
+    const QueryScale query{of.query.x, of.query.y};
+    const RowRecord row{of.row.x, of.row.y, of.row.z, of.row.w};
     if (row.inverse == 0.0F) return {};
-    norm_ = fmaxf(norm_, query.norm);
-    most_ = fmaxf(most_, row.most);
+    seen.norm = fmaxf(0.0F, query.norm);
+    seen.most = fmaxf(-INFINITY, row.most);
     const float share = row.inverse * detail::pow2(static_cast<int>(fmaxf(row.unit, -300.0F)));
     const float factor = dout.poisoned ? NAN : dout.factor;
     const bool poisoned = query.factor != query.factor;
@@ -320,38 +339,14 @@ class DoutTile {
     const bool far = fabsf(row.unit) > kSafe || fabsf(static_cast<float>(dout.exponent)) > kSafe ||
                      fabsf(row.base) > kMostBase || a.scale == 0 || far_off(a.scale) || far_off(numbers.slope) ||
                      far_off(numbers.offset);
-    irregular_ |= far && !poisoned && !dout.poisoned;
+    seen.irregular = far && !poisoned && !dout.poisoned ? 1 : 0;
     return numbers;
   }
 
-  __device__ void finish() {
-    const float most = join_lanes({0, most_, 0, 0}).most;
-    const float norm = join_lanes({0, norm_, 0, 0}).most;
-    const bool irregular = __any_sync(0xFFFFFFFFU, irregular_);
-    const int base = __reduce_max_sync(0xFFFFFFFFU, base_);
-    if (lane_index() != 0) return;
-    out_->norm = norm;
-    out_->most = most;
-    out_->irregular = irregular ? 1 : 0;
-    out_->first = tile.row - a.offsets.q[tile.document];
-    out_->head = head;
-    out_->unused = 0;
-    if (base != kNone) atomicMax(a.workspace.dout_base + head * a.sizes.forward.documents + tile.document, base);
-  }
-
-  static constexpr int kNone = std::numeric_limits<int>::min();
-
   const PrepareArguments& a;
-  const QueryPlace& tile;
-  const std::int32_t head;
-  std::byte* transposed_;
-  QueryTile* out_;
-  float norm_ = 0;
-  float most_ = -INFINITY;
-  bool irregular_ = false;
-  int base_ = kNone;
-  const Rows rows_;
-  std::byte* staged_;
+  const QueryPlace& place_;
+  const std::int32_t head_;
+  const std::int32_t first_;
 };
 
 }  // namespace mxflash::cuda
