@@ -101,7 +101,6 @@ struct alignas(16) KeyRows {
 struct KeySums {
   std::int32_t raised;       ///< Unit of dK's sums, see KeyConsumer::raised_of.
   std::int32_t base;         ///< Unit of dV's sums: the largest exponent of the head's dO.
-  std::int32_t next_base;    ///< Of the next tile's head.
   std::int32_t moved;        ///< Not 0: sums wait in global memory.
   float key_most;            ///< Largest factor of K.
   float weight;              ///< 256 2^-base / scale: with 2^-exponent makes of a code times a slope a code of dV.

@@ -124,12 +124,10 @@ class KeyConsumer {
     fence(scores);
     std::int32_t first = shared.tiles[stage()].first;  // Of a tile's queries.
     Kind kind = kind_of(first);
-    enters_ = false;
     do {
-      const bool full = product_ == ScaleOut::One && left_ % kQueryTilesBetweenSums == 0;
-      if (full || (enters_ && is_far())) move_sums();
+      if (product_ == ScaleOut::One && left_ % kQueryTilesBetweenSums == 0) move_sums();
+      if (heads() > 1) take_head(work);
       --left_;
-      if (enters_) enter();
       walk(first, kind);
       ++tile_;
     } while (left_ > 0);
@@ -180,7 +178,6 @@ class KeyConsumer {
       ++tile_;
       first = shared.tiles[stage()].first;
       kind = kind_of(first);
-      look_at_head();
       --tile_;
     }
     cutlass::arch::fence_view_async_shared();
@@ -248,23 +245,8 @@ class KeyConsumer {
     return static_cast<Kind>(uniform(plain == 0 ? 2U : whole != 0 ? 0U : 1U));
   }
 
-  /// Whether the next tile's head has another base than this one's. One without any dO takes what there is. No branch,
-  /// since scores are on their way.
-  __device__ void look_at_head() {
-    const std::int32_t head = shared.tiles[stage()].head;
-    const int found = __ldg(p.workspace.dout_base + head * p.sizes.forward.documents + work_now().item.document);
-    const int own = kept().base;
-    const int next = found == INT32_MIN ? own : found;
-    if (lane() == 0) kept().next_base = next;
-    enters_ = next != own;
-  }
-  /// Whether in the next head's unit sums of the one before might leave FP32; those that wait are in none.
-  [[nodiscard]] __device__ bool is_far() const {
-    constexpr int kSafe = 64;
-    return product_ == ScaleOut::One && abs(kept().base - kept().next_base) > kSafe;
-  }
-  /// The next head of the group: dO's exponents have another base there.
-  __device__ void enter();
+  /// The tile's head, whose dO has a base of its own: dV's sums to that. A head without any dO takes what there is.
+  __device__ void take_head(const KeyWork& work);
   [[nodiscard]] __device__ float weight_of(int base) const { return ldexpf(1.0F / p.scale, 8 - base); }
 
   /// What does not change while the keys walk.
@@ -469,7 +451,6 @@ class KeyConsumer {
   std::uint32_t queries_ = 0;
   std::int32_t left_ = 0;  // Tiles that the key tile meets after this one.
   ScaleOut product_ = ScaleOut::Zero;
-  bool enters_ = false;  // The next tile is of a head with another base.
   KeyPair pair_;
   float most[2];  // Of |dS|, by 32 queries.
   float dk[Traits::kSums];

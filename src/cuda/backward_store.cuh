@@ -39,7 +39,6 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
   if (lane() == 0) {
     kept() = {.raised = kLeastRaised,
               .base = base,
-              .next_base = base,
               .moved = 0,
               .key_most = key_most,
               .weight = weight_of(base),
@@ -52,9 +51,15 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::enter() {
-  const int base = kept().next_base;
-  scale_sums(dv, exact_pow2(static_cast<float>(kept().base - base)));
+__device__ void KeyConsumer<Traits>::take_head(const KeyWork& work) {
+  // Beyond, sums in the last head's unit might leave FP32 in this one's; those that wait are in none.
+  constexpr int kSafe = 64;
+  const std::int32_t head = shared.tiles[stage()].head;
+  const int base = __ldg(p.workspace.dout_base + head * p.sizes.forward.documents + work.item.document);
+  const int before = kept().base;
+  if (base == INT32_MIN || base == before) return;
+  if (product_ == ScaleOut::One && abs(before - base) > kSafe) move_sums();
+  scale_sums(dv, exact_pow2(static_cast<float>(before - base)));
   __syncwarp();  // All lanes have read it.
   if (lane() == 0) {
     kept().base = base;

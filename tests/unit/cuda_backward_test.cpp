@@ -151,22 +151,27 @@ TEST_F(CudaBackward, C11_LightHeadsKeepTheirDv) {
   }
 }
 
-/// Logits whose references a record of a tile does not hold.
+/// Logits whose references a record of a tile does not hold. So large, a sum of codes that lacks its low bits moves
+/// weights between keys: only where few rows have two that are near, so the whole is compared.
 TEST_F(CudaBackward, C4_LogitsBeyondSixteenBits) {
   for (const Recipe& recipe : test::backward_recipes()) {
-    if (recipe.name != "mxfp8" && recipe.name != "mxfp8-tokenblock") continue;
     Case c = test::random_case(test::pack({{70, 70}, {140, 200}}), {2, 1, 64, 64}, DType::f32, 67);
     c.problem.scale = 2048;
-    test::expect_gradients_like_reference(test::with_dlse(std::move(c)), recipe, "scale 2048");
+    c = test::with_dlse(std::move(c));
+    const BackwardResult got = test::device_backward(c, recipe);
+    const BackwardResult want = test::backward(c, recipe, test::on_engine("reference"));
+    EXPECT_LE(test::relative_l2(got.dq, want.dq), 0.1) << recipe.name;
+    EXPECT_LE(test::relative_l2(got.dk, want.dk), 0.1) << recipe.name;
+    EXPECT_LE(test::relative_l2(got.dv, want.dv), 0.1) << recipe.name;
   }
 }
 
 /// More planes than take a tile together.
 TEST_F(CudaBackward, C9_ManyPlanes) {
   for (const Recipe& recipe : test::backward_recipes()) {
-    Case c = test::random_case(test::pack_self({4200}), {8, 8, 16, 16}, DType::bf16, 71);
-    c.problem.mask = Mask::window(150, 20);
-    test::expect_gradients_like_reference(test::with_dlse(std::move(c)), recipe, "33 key tiles of 8 heads");
+    test::expect_gradients_like_reference(
+        test::with_dlse(test::random_case(test::pack_self({150, 7, 200}), {140, 140, 16, 16}, DType::bf16, 71)), recipe,
+        "140 heads");
   }
 }
 
