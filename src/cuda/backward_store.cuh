@@ -9,7 +9,7 @@ template <class Traits>
 __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
   const KeyItem& item = work.item;
   const std::int64_t offset = item.offset();
-  const int base = work.dout_base == INT32_MIN ? 0 : work.dout_base;
+  const int base = work.dout_base == INT32_MIN ? 0 : work.dout_base;  // Not there: no dO.
   KeyRows rows;
   float factor[2];
   float exponent[2];
@@ -238,33 +238,34 @@ template <class Traits>
 template <class Pair>
 __device__ void KeyConsumer<Traits>::write_rows(const float (&sums)[Traits::kSums], const KeyWork& work,
                                                 const Rows& rows) {
-  constexpr int kParts = static_cast<int>(sizeof(Pair)) / 4;            // Of a row, one after the other.
-  constexpr int kBytes = 2 * Traits::kOut;                              // Of a part.
-  constexpr int kPairs = static_cast<int>(Traits::kSums) / 4 / kParts;  // Of a lane, in a part.
+  // A pass has as many bytes of a row as it has in 16-bit numbers.
+  constexpr int kPasses = static_cast<int>(sizeof(Pair)) / 4;
+  constexpr int kBytes = 2 * Traits::kOut;
+  constexpr int kPairs = static_cast<int>(Traits::kSums) / 4 / kPasses;  // Of a lane.
   constexpr int kChunks = kBytes / 16;
-  constexpr int kDims = Traits::kOut / kParts;
+  constexpr int kPassDims = Traits::kOut / kPasses;
   constexpr int kTogether = 32 / kChunks;  // Rows.
-  const std::int64_t pitch = std::int64_t{p.sizes.forward.kv_heads} * rows.dims * kParts * 2;
+  const std::int64_t pitch = std::int64_t{p.sizes.forward.kv_heads} * rows.dims * kPasses * 2;
   const int mine = lane();
   const int chunk = mine % kChunks;
   auto* own = reinterpret_cast<std::byte*>(shared.keys[keys.stage()].keys) + slot() * 8 * kBytes;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int pass = 0; pass < kPasses; ++pass) {
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        const int byte = (8 * i + 2 * (mine % 4)) * 2 * kParts;
+        const int byte = (8 * i + 2 * (mine % 4)) * 2 * kPasses;
         const int at = mine / 4 * kBytes + ((byte / 16) ^ (mine / 4)) * 16 + byte % 16;
-        const float* two = sums + 4 * (part * kPairs + i) + 2 * r;
+        const float* two = sums + 4 * (pass * kPairs + i) + 2 * r;
         round_pair(two[0], two[1], *reinterpret_cast<Pair*>(own + at));
       }
       __syncwarp();
-      const int dim = work.part * Traits::kOut + part * kDims + chunk * (kDims / kChunks);
+      const int dim = work.part * Traits::kOut + pass * kPassDims + chunk * (kPassDims / kChunks);
       const std::int64_t first = std::int64_t{work.item.key_row} + slot() * 16 + r;
       auto* to = static_cast<std::byte*>(rows.to) + first * pitch +
-                 (std::int64_t{work.kv_head} * rows.dims + dim) * 2 * kParts;
+                 (std::int64_t{work.kv_head} * rows.dims + dim) * 2 * kPasses;
 #pragma unroll
       for (int n = 0; n < 8; n += kTogether) {
         const int row = n + mine / kChunks;
