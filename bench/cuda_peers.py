@@ -269,9 +269,9 @@ def parse(arguments):
         setattr(options, option, names)
     if options.kv_heads < 0 or (options.kv_heads and HEADS % options.kv_heads):
         parser.error(f"--kv-heads: {options.kv_heads} given, 0 and divisors of {HEADS} allowed")
-    for name in ("rounds", "repeats", "patience"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: {getattr(options, name)} given, 1 or more allowed")
+    for name, least in (("rounds", 1), ("repeats", 1), ("patience", 1), ("compile_processes", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')}: {getattr(options, name)} given, {least} or more allowed")
     if options.resume and not options.json:
         parser.error("--resume: no --json given, the file of the run to go on with allowed")
     return options
