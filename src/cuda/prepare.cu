@@ -14,6 +14,7 @@ __device__ QueryPlace place_of(const PrepareArguments& a, std::int64_t slot) {
   const Sizes& sizes = a.sizes.forward;
   QueryPlace place;
   if (slot >= sizes.item_slots()) return place;
+  // Both asked for at once: an unused slot's item may be anything.
   const Item item = a.saved.items[slot];
   const bool used = a.saved.costs[slot] != 0;
   if (a.saved.control->status != 0 || !used) return place;
@@ -158,10 +159,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) prepare_kernel(const __grid
 /// Blocks of an SM: as many as shared memory has room for and registers allow without spilling.
 template <class Shape>
 cudaError_t launch(const PrepareArguments& a, cudaStream_t stream) {
-  constexpr int kShared = kLineBytes<Shape>;
+  constexpr int kShared = kBlockBytes<Shape>;
   constexpr int kRoom = 227 * 1024;
-  constexpr int kRegisters = Shape::kDims > 128 ? 3 : 5;
-  auto* kernel = prepare_kernel<Shape, std::min(kRoom / (kShared + 1024), kRegisters)>;
+  constexpr int kBlocksByRegisters = Shape::kDims > 128 ? 3 : 5;
+  auto* kernel = prepare_kernel<Shape, std::min(kRoom / (kShared + 1024), kBlocksByRegisters)>;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
       error != cudaSuccess) {
     return error;

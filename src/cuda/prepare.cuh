@@ -59,7 +59,7 @@ class DoutRows {
   /// `lines`: of the block, 32 a warp; a row's codes go over it.
   __device__ QueriesSeen run(std::byte* lines) {
     // Columns end no earlier than queries.
-    const Dot dot = first_ < place_.columns ? encode(lines) : Dot{};
+    const Dot dot = first_ < place_.columns ? encode_rows(lines) : Dot{};
     return keep(dot);
   }
 
@@ -118,7 +118,7 @@ class DoutRows {
   }
 
   /// Token by token, so that a row of O is asked for whole.
-  __device__ Dot encode(std::byte* lines) const {
+  __device__ Dot encode_rows(std::byte* lines) const {
     const Rows rows{&a.dout, a.sizes.forward.value_dim, head_, place_.row, place_.queries};
     const Group<Shape> group(rows.group(first_ / kGroup), lines + warp_index() * Shape::kStage);
     group.start();
@@ -133,8 +133,8 @@ class DoutRows {
       const float own = largest(chunks);
       const Scale scale(own, rows.alike() ? shared : own);
       __syncwarp();  // The lanes of the row have read it.
-      const float sum = encode(chunks, scale.poisoned ? NAN : scale.inverse(), now,
-                               {lines, warp_index() * kGroup + first_token() + static_cast<unsigned>(j)});
+      const float sum = encode_row(chunks, scale.poisoned ? NAN : scale.inverse(), now,
+                                   {lines, warp_index() * kGroup + first_token() + static_cast<unsigned>(j)});
       if (part() == j) mine = {own, rows.alike() ? shared : own, sum};
     }
     return mine;
@@ -187,12 +187,12 @@ class DoutRows {
   }
 
   /// Returns codes . O of the row. `inverse`: NaN: of a poisoned token.
-  __device__ float encode(const Chunk (&chunks)[kChunks], float inverse, const Outputs& outputs,
-                          const CodePlace& to) const {
+  __device__ float encode_row(const Chunk (&chunks)[kChunks], float inverse, const Outputs& outputs,
+                              const CodePlace& to) const {
     float sum = 0;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const uint2 codes = encode(chunks[c], inverse);
+      const uint2 codes = codes_of_chunk(chunks[c], inverse);
       float y[kChunk];
       unrounded(outputs, c, y);
       sum = dot(codes.y, y + 4, dot(codes.x, y, sum));
@@ -204,7 +204,7 @@ class DoutRows {
   }
 
   /// `inverse`: NaN: of a poisoned token, which has codes 0.
-  static __device__ uint2 encode(const Chunk& chunk, float inverse) {
+  static __device__ uint2 codes_of_chunk(const Chunk& chunk, float inverse) {
     float x[kChunk];
     Type::widen(chunk, x);
 #pragma unroll

@@ -9,8 +9,6 @@
 namespace mxflash::cuda {
 namespace {
 
-constexpr int kThreads = kWarps * 32;
-
 __device__ TokenRows queries_of(const QuantizeArguments& a, const Item& item, const Team& team) {
   const Rows rows = Rows{&a.q, a.sizes.head_dim, team.head, item.query_row, item.queries}.group(team.group);
   return {rows, rows.first};

@@ -12,6 +12,7 @@ namespace mxflash::cuda {
 constexpr int kGroup = 32;  // Rows; and the tokens that share an exponent, where more than one does.
 constexpr int kChunk = 8;   // Dims that are read together.
 constexpr int kWarps = 4;   // Of a block: those that a full tile's groups take.
+constexpr unsigned kThreads = kWarps * 32;
 static_assert(kWarps * kGroup == kTileRows);
 
 /// The larger magnitude, of some sign; a NaN stays one.

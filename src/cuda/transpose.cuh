@@ -15,9 +15,8 @@ __device__ inline void transpose4(std::uint32_t (&words)[4]) {
   words[3] = __byte_perm(high[0], high[1], 0x7632);
 }
 
-constexpr unsigned kThreads = kWarps * 32;  // Of a block.
-constexpr unsigned kSide = 128;             // Lines of a square, and bytes of a line.
-constexpr unsigned kUnit = 16;              // Bytes that a lane reads or writes.
+constexpr unsigned kSide = 128;  // Lines of a square, and bytes of a line.
+constexpr unsigned kUnit = 16;   // Bytes that a lane reads or writes.
 
 /// 128 lines of 128 bytes in shared memory, kPitch from each other. Memory is read and written by whole lines, eight
 /// lanes a line.
@@ -169,7 +168,7 @@ template <class Shape>
 constexpr unsigned kSquares = (Shape::kDims + kSide - 1) / kSide;
 /// Of a block, its warps' rows.
 template <class Shape>
-constexpr unsigned kLineBytes = kSide * Shape::kPitch;
+constexpr unsigned kBlockBytes = kSide * Shape::kPitch;
 
 template <class Shape, class To>
 __device__ void store_transposed(std::byte* lines, const To& to) {
