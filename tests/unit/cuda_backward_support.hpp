@@ -41,7 +41,7 @@ class BackwardOnDevice : public OnDevice {
   }
 };
 
-/// Sixteen heads of a group, documents of up to five key tiles.
+/// Sixteen heads of a group, documents of up to six key tiles.
 inline Case large_group(const Mask& mask, std::int64_t dims, DType dtype) {
   const Packing packing = pack({{385, 385}, {384, 384}, {1, 1}, {420, 300}, {500, 660}, {600, 600}});
   Case c = with_dlse(random_case(packing, {16, 1, dims, dims}, dtype, 53));

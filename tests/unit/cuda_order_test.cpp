@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/backward.hpp"
@@ -111,6 +113,9 @@ TEST(CudaOrder, EveryPieceIsTakenOnce) {
         const cuda::Piece piece = cuda::piece_of(index, tiles, planes);
         ASSERT_LT(piece.plane, planes) << tiles << " tiles, " << planes << " planes, piece " << index;
         ASSERT_EQ(piece.tile, taken[piece.plane]++) << tiles << " tiles, " << planes << " planes, piece " << index;
+      }
+      for (std::uint32_t index = 0; index < std::min(planes, cuda::planes_together(tiles)); ++index) {
+        ASSERT_EQ(cuda::piece_of(index, tiles, planes).tile, 0U) << tiles << " tiles, " << planes << " planes";
       }
       ASSERT_EQ(std::ranges::count(taken, tiles), std::ssize(taken)) << tiles << " tiles, " << planes << " planes";
     }
