@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/backward_consumer.cuh"
+#include "cuda/outputs.cuh"
 
 namespace mxflash::cuda {
 
@@ -220,10 +221,6 @@ __device__ void KeyConsumer<Traits>::write_sums(const KeyWork& work) const {
     }
   }
 }
-
-__device__ inline void round_pair(float low, float high, float2& to) { to = {low, high}; }
-__device__ inline void round_pair(float low, float high, __nv_bfloat162& to) { to = __floats2bfloat162_rn(low, high); }
-__device__ inline void round_pair(float low, float high, __half2& to) { to = __floats2half2_rn(low, high); }
 
 template <class Traits>
 template <class Pair>

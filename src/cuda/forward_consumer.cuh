@@ -375,10 +375,6 @@ class Consumer {
 
   __device__ void store(const Work& work);
 
-  static __device__ void round(float low, float high, __nv_bfloat162& out) { out = __floats2bfloat162_rn(low, high); }
-  static __device__ void round(float low, float high, __half2& out) { out = __floats2half2_rn(low, high); }
-  static __device__ void round(float low, float high, float2& out) { out = {low, high}; }
-
   /// The sums to o and, where a backward follows, what rounding takes from them to its own place.
   template <class Pair>
   __device__ void write(const Work& work);

@@ -4,6 +4,7 @@
 #include <numbers>
 
 #include "cuda/forward_consumer.cuh"
+#include "cuda/outputs.cuh"
 
 namespace mxflash::cuda {
 
@@ -121,7 +122,7 @@ __device__ void Consumer<Traits>::write(const Work& work) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(Traits::kOutputs); i += 2) {
     Pair two;
-    round(sums[i], sums[i + 1], two);
+    round_pair(sums[i], sums[i + 1], two);
     sums[i] -= static_cast<float>(two.x);
     sums[i + 1] -= static_cast<float>(two.y);
   }
@@ -153,7 +154,7 @@ __device__ void Consumer<Traits>::write_rows(const Work& work, void* rows) {
 #pragma unroll
     for (int i = 2 * r; i < static_cast<int>(Traits::kOutputs); i += 4) {
       Pair two;
-      round(sums[i], sums[i + 1], two);
+      round_pair(sums[i], sums[i + 1], two);
       *reinterpret_cast<Pair*>(mine + i / 4 * 4 * sizeof(Pair)) = two;
     }
   }

@@ -19,6 +19,11 @@ __device__ inline void put(DType dtype, void* out, std::int64_t index, float val
   }
 }
 
+/// Two neighbouring elements, rounded to the type that the tensor has.
+__device__ inline void round_pair(float low, float high, float2& to) { to = {low, high}; }
+__device__ inline void round_pair(float low, float high, __nv_bfloat162& to) { to = __floats2bfloat162_rn(low, high); }
+__device__ inline void round_pair(float low, float high, __half2& to) { to = __floats2half2_rn(low, high); }
+
 /// Of a tensor of `count` elements, by all threads.
 __device__ inline void write_nan(void* out, std::int64_t count, DType dtype) {
   const std::int64_t step = std::int64_t{gridDim.x} * gridDim.y * blockDim.x;

@@ -146,13 +146,14 @@ TEST_F(CudaBackward, C11_LightHeadsKeepTheirDv) {
         error += std::pow(static_cast<double>(got.at(i)) - want.at(i), 2);
         size += std::pow(static_cast<double>(want.at(i)), 2);
       }
-      EXPECT_LE(std::sqrt(error / size), 3e-2) << recipe.name << ", dO of the light head times " << light;
+      EXPECT_LE(std::sqrt(error / size), test::kGradientL2) << recipe.name << ", dO of the light head times " << light;
     }
   }
 }
 
 /// Logits whose references a record of a tile does not hold. So large, a sum of codes that lacks its low bits moves
-/// weights between keys: only where few rows have two that are near, so the whole is compared.
+/// weights between keys: only where few rows have two that are near, so the whole is compared. 0.1 is not derived: it
+/// is far from the 1 that a reference held at the record's bound would make of rows whose weights all leave E4M3.
 TEST_F(CudaBackward, C4_LogitsBeyondSixteenBits) {
   for (const Recipe& recipe : test::backward_recipes()) {
     Case c = test::random_case(test::pack({{70, 70}, {140, 200}}), {2, 1, 64, 64}, DType::f32, 67);
