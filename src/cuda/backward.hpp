@@ -103,11 +103,10 @@ struct QueryTiles {
   std::int32_t end = 0;
 };
 
-/// Those that see a key of the tile from `first_key` on, of the document of `item`. Key j is seen by the queries
-/// j - offset - right to j - offset + left.
-constexpr QueryTiles tiles_that_see(const KeyItem& item, std::int32_t first_key, const Band& band) {
-  const std::int32_t end_key = std::min(first_key + kTileRows, item.keys_of_document);
-  const std::int64_t begin = std::max(first_key - item.offset() - band.right, std::int64_t{0});
+/// Those that see a key of the tile. Key j is seen by the queries j - offset - right to j - offset + left.
+constexpr QueryTiles tiles_that_see(const KeyItem& item, const Band& band) {
+  const std::int32_t end_key = std::min(item.first_key + kTileRows, item.keys_of_document);
+  const std::int64_t begin = std::max(item.first_key - item.offset() - band.right, std::int64_t{0});
   const std::int64_t end = std::min(end_key - item.offset() + band.left, std::int64_t{item.queries});
   // A band of no width has no keys, though a tile has more than one.
   if (band.left + band.right < 0 || end <= begin) return {};

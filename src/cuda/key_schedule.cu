@@ -33,7 +33,7 @@ __device__ KeyItem item_of(const KeyScheduleArguments& a, std::int32_t slot, con
   item.keys_of_document = a.offsets.k[item.document + 1] - tile.first_row;
   item.query_column = first_column(a.offsets.q, item.document);
   item.query_slot = item.query_row / kQueryTile + item.document;
-  const QueryTiles tiles = tiles_that_see(item, item.first_key, a.band);
+  const QueryTiles tiles = tiles_that_see(item, a.band);
   item.first_tile = tiles.first;
   item.end_tile = tiles.end;
   return item;

@@ -33,7 +33,7 @@ std::vector<cuda::KeyItem> items_of(const Shape& shape) {
     item.first_key = key;
     item.queries = shape.queries;
     item.keys_of_document = shape.keys;
-    const cuda::QueryTiles tiles = cuda::tiles_that_see(item, key, shape.band);
+    const cuda::QueryTiles tiles = cuda::tiles_that_see(item, shape.band);
     item.first_tile = tiles.first;
     item.end_tile = tiles.end;
     items.push_back(item);
