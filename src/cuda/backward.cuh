@@ -60,6 +60,8 @@ struct BackwardParameters {
   CUtensorMap key_columns_map;
 };
 
+inline constexpr std::int32_t kSameBase = INT32_MIN;
+
 /// A key tile, and whose.
 struct KeyWork {
   KeyItem item;
@@ -132,6 +134,7 @@ struct BackwardShared {
   Queries queries[Traits::kQueryStages];
   ScoreGradients ds;
   alignas(128) QueryTile tiles[Traits::kQueryStages];
+  std::int32_t bases[Traits::kQueryStages];  // Of dO, where it is another than the tile's before; else kSameBase.
   alignas(128) KeyScale key_scales[Traits::kKeyStages][kTileRows];
   alignas(1024) float dq[kQueryTile * Traits::kOut];  // Rows of the sums, see place_of.
   KeyRows rows[2 * kWarpgroup];

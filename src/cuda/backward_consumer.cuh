@@ -124,10 +124,13 @@ class KeyConsumer {
     fence(scores);
     std::int32_t first = shared.tiles[stage()].first;  // Of a tile's queries.
     Kind kind = kind_of(first);
+    next_base_ = kSameBase;
     do {
-      if (product_ == ScaleOut::One && left_ % kQueryTilesBetweenSums == 0) move_sums();
-      if (heads() > 1) take_head(work);
+      const bool enters = next_base_ != kSameBase;
+      const bool full = left_ % kQueryTilesBetweenSums == 0;
+      if (product_ == ScaleOut::One && (full || (enters && is_far()))) move_sums();
       --left_;
+      if (enters) enter();
       walk(first, kind);
       ++tile_;
     } while (left_ > 0);
@@ -136,11 +139,6 @@ class KeyConsumer {
 
   /// Of a key/value head.
   [[nodiscard]] __device__ std::int32_t heads() const { return p.sizes.forward.heads / p.sizes.forward.kv_heads; }
-  /// Of a tile with so many after it. Seldom asked for, and registers are short.
-  [[nodiscard]] __device__ std::int32_t head_of(const KeyWork& work, std::int32_t left) const {
-    return work.kv_head * heads() + work.item.met(work.item.tiles() * heads() - 1 - left, heads()).head;
-  }
-
   /// By its place, which is one register.
   [[nodiscard]] __device__ const KeyWork& work_now() const { return shared.work[opaque(keys.stage())]; }
 
@@ -178,6 +176,7 @@ class KeyConsumer {
       ++tile_;
       first = shared.tiles[stage()].first;
       kind = kind_of(first);
+      next_base_ = shared.bases[stage()];
       --tile_;
     }
     cutlass::arch::fence_view_async_shared();
@@ -245,8 +244,13 @@ class KeyConsumer {
     return static_cast<Kind>(uniform(plain == 0 ? 2U : whole != 0 ? 0U : 1U));
   }
 
-  /// The tile's head, whose dO has a base of its own: dV's sums to that. A head without any dO takes what there is.
-  __device__ void take_head(const KeyWork& work);
+  /// Whether in the next head's unit sums of the one before might leave FP32; those that wait are in none.
+  [[nodiscard]] __device__ bool is_far() const {
+    constexpr int kSafe = 64;
+    return abs(kept().base - next_base_) > kSafe;
+  }
+  /// The next head of the group: dO's exponents have another base there.
+  __device__ void enter();
   [[nodiscard]] __device__ float weight_of(int base) const { return ldexpf(1.0F / p.scale, 8 - base); }
 
   /// What does not change while the keys walk.
@@ -451,6 +455,7 @@ class KeyConsumer {
   std::uint32_t queries_ = 0;
   std::int32_t left_ = 0;  // Tiles that the key tile meets after this one.
   ScaleOut product_ = ScaleOut::Zero;
+  std::int32_t next_base_ = kSameBase;  // As BackwardShared::bases, of the next tile.
   KeyPair pair_;
   float most[2];  // Of |dS|, by 32 queries.
   float dk[Traits::kSums];

@@ -65,8 +65,9 @@ class KeyProducer {
       full.arrive();
       return;
     }
-    work.dout_base =
-        p.a.workspace.dout_base[work.kv_head * (sizes.heads / sizes.kv_heads) * sizes.documents + work.item.document];
+    const std::int32_t head = work.kv_head * (sizes.heads / sizes.kv_heads);
+    const std::int32_t base = p.a.workspace.dout_base[head * sizes.documents + work.item.document];
+    work.dout_base = base_ = base == kSameBase ? 0 : base;  // Not there: no dO.
     work.range = p.a.saved.ranges[work.kv_head * work.item.tile_slots + work.item.tile_slot];
     auto& to = shared.keys[stage];
     full.arrive_and_expect_tx(sizeof to + sizeof shared.key_scales[0]);
@@ -88,6 +89,7 @@ class KeyProducer {
     Barrier& full = shared.queries_full[stage];
     shared.queries_empty[stage].wait(queries.phase() ^ 1);
     auto& to = shared.queries[stage];
+    shared.bases[stage] = next_base(work, head);
     full.arrive_and_expect_tx(sizeof to + sizeof shared.tiles[0]);
     const std::int32_t row = head * work.rows_q + work.item.query_row + tile * kQueryTile;
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
@@ -107,6 +109,15 @@ class KeyProducer {
     queries.template advance<Traits::kQueryStages>();
   }
 
+  /// As BackwardShared::bases. A head without any dO takes what there is.
+  [[nodiscard]] __device__ std::int32_t next_base(const KeyWork& work, std::int32_t head) {
+    if (sizes.heads == sizes.kv_heads) return kSameBase;
+    const std::int32_t base = p.a.workspace.dout_base[head * sizes.documents + work.item.document];
+    if (base == base_) return kSameBase;
+    if (base != kSameBase) base_ = base;
+    return base;
+  }
+
   template <class From, class To>
   static __device__ void copy_bytes(const From* from, Barrier& full, To& to) {
     cute::SM90_BULK_COPY_G2S::copy(from, mbar(full), &to, static_cast<std::int32_t>(sizeof to));
@@ -120,6 +131,7 @@ class KeyProducer {
   BackwardShared<Traits>& shared;
   Place keys;
   Place queries;
+  std::int32_t base_ = 0;  // Of the last tile.
 };
 
 }  // namespace mxflash::cuda

@@ -10,7 +10,7 @@ template <class Traits>
 __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
   const KeyItem& item = work.item;
   const std::int64_t offset = item.offset();
-  const int base = work.dout_base == INT32_MIN ? 0 : work.dout_base;  // Not there: no dO.
+  const int base = work.dout_base;
   KeyRows rows;
   float factor[2];
   float exponent[2];
@@ -52,19 +52,12 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::take_head(const KeyWork& work) {
-  // Beyond, sums in the last head's unit might leave FP32 in this one's; those that wait are in none.
-  constexpr int kSafe = 64;
-  const std::int32_t head = shared.tiles[stage()].head;
-  const int base = __ldg(p.workspace.dout_base + head * p.sizes.forward.documents + work.item.document);
-  const int before = kept().base;
-  if (base == INT32_MIN || base == before) return;
-  if (product_ == ScaleOut::One && abs(before - base) > kSafe) move_sums();
-  scale_sums(dv, exact_pow2(static_cast<float>(before - base)));
+__device__ void KeyConsumer<Traits>::enter() {
+  if (product_ == ScaleOut::One) scale_sums(dv, exact_pow2(static_cast<float>(kept().base - next_base_)));
   __syncwarp();  // All lanes have read it.
   if (lane() == 0) {
-    kept().base = base;
-    kept().weight = weight_of(base);
+    kept().base = next_base_;
+    kept().weight = weight_of(next_base_);
   }
   __syncwarp();
 }

@@ -68,8 +68,7 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, std::int32
   const KeyRows rows = this->rows();
   constexpr auto kNone = static_cast<float>(-kE8m0Bias);
   const QueryTile& of = shared.tiles[stage()];
-  const std::int32_t row =
-      head_of(work, left_) * static_cast<std::int32_t>(p.sizes.forward.rows_q()) + work.item.query_row + first;
+  const std::int32_t row = of.head * static_cast<std::int32_t>(p.sizes.forward.rows_q()) + work.item.query_row + first;
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
 #pragma unroll
@@ -106,7 +105,7 @@ template <class Traits>
 __device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, std::int32_t first) {
   const KeyRows rows = this->rows();
   const DoutRecord* douts =
-      p.workspace.dout_records + head_of(work, left_) * p.sizes.forward.rows_q() + work.item.query_row + first;
+      p.workspace.dout_records + shared.tiles[stage()].head * p.sizes.forward.rows_q() + work.item.query_row + first;
   most[0] = most[1] = 0;
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
