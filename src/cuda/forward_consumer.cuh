@@ -46,6 +46,12 @@ struct Held {
   bool apart;
 };
 
+/// Of a row's base, and what the row's sums are multiplied by.
+struct Move {
+  float step;
+  float scale;
+};
+
 struct RowAt {
   float base;
   int r;
@@ -87,9 +93,13 @@ class Consumer {
   static constexpr std::size_t kCodes = kScores / 4;
   /// No logit that weigh_plain takes is further from its base, or else its weight is 0.
   static constexpr float kNear = 118.0F;
-  /// The largest code but for NaN, which a weight of 432 has: then the reference must rise. Until then it may stay
-  /// behind, since codes keep their mantissas.
-  static constexpr std::uint32_t kLargestCode = 0x7EU;
+  /// The least weight that the largest code stands for: then the reference must rise. Until then it may stay behind,
+  /// since codes keep their mantissas.
+  static constexpr float kFullWeight = 432.0F;
+  static constexpr float kLeastNormalWeight = 0x1p-126F;  ///< Exponentials below are 0.
+  /// As FP32 has it, of the weight that a base is raised by: then the power of two is a normal number. None is less,
+  /// see kNear.
+  static constexpr int kLeastExponent = 8;
   /// Adding this sets the highest bit of the bytes that are that code or NaN.
   static constexpr std::uint32_t kToFull = 0x02020202U;
   static constexpr std::uint32_t kFull = 0x80808080U;
@@ -332,11 +342,11 @@ class Consumer {
 
   /// Moves the reference if the row's largest weight by the last one asks for it; by how much. Whole numbers: the scale
   /// is exact, and what the row has seen before stays as it was rounded.
-  __device__ float raise(int r, float most);
+  __device__ int raise(int r, float most);
   /// By the largest logit less the base.
   __device__ float raise_far(int r, float most);
   [[nodiscard]] __device__ bool is_unset(int r) const { return (flags_ & kUnset << r) != 0; }
-  __device__ float move(int r, bool rises, float by);
+  __device__ void move(int r, bool rises, const Move& by);
 
   /// Whether the row sum's multipliers have this key.
   static __device__ bool counted(const Work& work, const KeyScale& key);

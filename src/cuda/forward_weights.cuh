@@ -89,14 +89,18 @@ __device__ void Consumer<Traits>::hide(const Spans& seen, std::int32_t first) {
 
 template <class Traits>
 __device__ void Consumer<Traits>::raise_bases() {
-  float most[2][2] = {};  // Two chains a row: each waits for its own last comparison.
+  // Weights are not negative, so their bits are in their order, and three of these take one instruction.
+  int most[2] = {};
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(kScores); ++i) most[row_of(i)][i % 2] = fmaxf(most[row_of(i)][i % 2], scores[i]);
+  for (int i = 0; i < static_cast<int>(kScores); i += 2) {
+    int& of_row = most[row_of(i)];
+    of_row = __vimax3_s32(of_row, __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
+  }
   float by[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) by[r] = largest_of_row(fmaxf(most[r][0], most[r][1]));
+  for (int r = 0; r < 2; ++r) by[r] = largest_of_row(__int_as_float(most[r]));
 #pragma unroll
-  for (int r = 0; r < 2; ++r) by[r] = exact_pow2(-raise(r, by[r]));
+  for (int r = 0; r < 2; ++r) by[r] = normal_pow2(-raise(r, by[r]));
 #pragma unroll
   for (int i = 0; i < static_cast<int>(kScores); ++i) scores[i] *= by[row_of(i)];
   encode_all();
@@ -143,7 +147,7 @@ __device__ void Consumer<Traits>::weigh_held(const Work& work, const Held& at) {
   for (int r = 0; r < 2; ++r) {
     most[r] = largest_of_row(most[r]);
     const float weight = largest_weight(r);  // Not under the condition, which rows decide: its lanes meet.
-    step[r] = fabsf(most[r]) <= kNear ? raise(r, weight) : raise_far(r, most[r]);
+    step[r] = fabsf(most[r]) <= kNear ? static_cast<float>(raise(r, weight)) : raise_far(r, most[r]);
   }
   if (at.apart) count_apart(work, at, step);
 #pragma unroll
@@ -166,26 +170,28 @@ __device__ float Consumer<Traits>::largest_weight(int r) const {
 }
 
 template <class Traits>
-__device__ float Consumer<Traits>::raise(int r, float most) {
-  flags_ |= kRaised;
-  const bool rises = most > 0.0F && (is_unset(r) || to_e4m3(most, 0.0F) == kLargestCode);
+__device__ int Consumer<Traits>::raise(int r, float most) {
+  const bool unset = is_unset(r);
+  const bool rises = most >= (unset ? kLeastNormalWeight : kFullWeight);
   // ceil(log2(most)) - 8.
-  return move(r, rises, static_cast<float>((__float_as_int(most) - 1) >> 23) - 134.0F);
+  const int step = rises ? max((__float_as_int(most) - 1) >> 23, kLeastExponent) - 134 : 0;
+  move(r, rises, {static_cast<float>(step), rises && unset ? 0.0F : normal_pow2(-step)});
+  return step;
 }
 
 template <class Traits>
 __device__ float Consumer<Traits>::raise_far(int r, float most) {
-  flags_ |= kRaised;
-  return move(r, most > -INFINITY && (is_unset(r) || most > 8.0F), ceilf(most) - 8.0F);
+  const bool rises = most > -INFINITY && (is_unset(r) || most > 8.0F);
+  const float step = rises ? ceilf(most) - 8.0F : 0.0F;
+  move(r, rises, {step, rises && is_unset(r) ? 0.0F : exact_pow2(-step)});
+  return step;
 }
 
 template <class Traits>
-__device__ float Consumer<Traits>::move(int r, bool rises, float by) {
-  const float step = rises ? by : 0.0F;
-  kept(Kept::scale, r) = rises && is_unset(r) ? 0.0F : exact_pow2(-step);
-  if (rises) flags_ &= ~(kUnset << r);
-  state.base[r] += step;
-  return step;
+__device__ void Consumer<Traits>::move(int r, bool rises, const Move& by) {
+  flags_ = (flags_ | kRaised) & ~(rises ? kUnset << r : 0U);
+  state.base[r] += by.step;
+  kept(Kept::scale, r) = by.scale;
 }
 
 template <class Traits>

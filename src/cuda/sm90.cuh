@@ -123,6 +123,9 @@ __device__ inline float exact_pow2(float x) {
   return x < -126.0F ? 0.0F : __int_as_float((static_cast<int>(x) + 127) << 23);
 }
 
+/// 2^x of -126 <= x <= 127.
+__device__ inline float normal_pow2(int x) { return __int_as_float((x + 127) << 23); }
+
 /// All bits of the first `count` bytes of four.
 __device__ inline std::uint32_t bytes_below(std::int32_t count) {
   return __funnelshift_lc(~0U, 0U, static_cast<std::uint32_t>(8 * max(min(count, 4), 0)));
