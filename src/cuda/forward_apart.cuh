@@ -68,21 +68,37 @@ __device__ void Consumer<Traits>::add_apart(const Work& work, const KeyScale& ke
 }
 
 template <class Traits>
-__device__ RowSum Consumer<Traits>::row_sum(const Work& work, int r, unsigned four) const {
+__device__ float Consumer<Traits>::counted_sum(int r) const {
+  return __shfl_sync(0xFFFFFFFFU, kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r], lane / 4 * 4);
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::add_what_is_apart(RowEnd (&end)[2]) const {
+  const unsigned four = 0xFU << (lane / 4 * 4);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    end[r].sum = row_sum(end[r].sum, r, four);
+    // Not by a vote of four, of which the warp's eight would take turns.
+    end[r].poisoned = (__ballot_sync(0xFFFFFFFFU, kept(Kept::poisoned, r) != 0.0F) & four) != 0;
+  }
+}
+
+template <class Traits>
+__device__ RowSum Consumer<Traits>::row_sum(const RowSum& counted, int r, unsigned four) const {
   constexpr unsigned kAll = 0xFFFFFFFFU;
-  const float counted = __shfl_sync(kAll, kept(Kept::total, r) + sums[Traits::kOutputs + 2 * r], lane / 4 * 4);
   float height = kept(Kept::height, r);
   height = fmaxf(height, __shfl_xor_sync(kAll, height, 1));
   height = fmaxf(height, __shfl_xor_sync(kAll, height, 2));
-  if (height == -INFINITY) return {counted, work.reference};
+  if (height == -INFINITY) return counted;
   float extra = kept(Kept::extra, r) * exact_pow2(kept(Kept::height, r) - height);
   extra += __shfl_xor_sync(four, extra, 1);
   extra += __shfl_xor_sync(four, extra, 2);
-  if (extra == 0.0F) return {counted, work.reference};
-  const float shift = height - state.base[r] + work.reference;
+  if (extra == 0.0F) return counted;
+  const float shift = height - state.base[r] + counted.unit;
   constexpr float kMostShift = 60.0F;
-  if (shift <= kMostShift) return {counted + ldexpf(extra, static_cast<int>(fmaxf(shift, -300.0F))), work.reference};
-  return {ldexpf(counted, -static_cast<int>(fminf(shift, 300.0F))) + extra, work.reference - shift};
+  if (shift <= kMostShift)
+    return {counted.value + ldexpf(extra, static_cast<int>(fmaxf(shift, -300.0F))), counted.unit};
+  return {ldexpf(counted.value, -static_cast<int>(fminf(shift, 300.0F))) + extra, counted.unit - shift};
 }
 
 }  // namespace mxflash::cuda

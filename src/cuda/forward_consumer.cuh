@@ -63,6 +63,14 @@ struct RowSum {
   float unit;
 };
 
+/// What a row comes to.
+struct RowEnd {
+  RowSum sum;
+  float inverse = 0;
+  bool empty = false;     ///< It sees no key.
+  bool poisoned = false;  ///< It sees a poisoned V.
+};
+
 template <class Traits>
 class Consumer {
  public:
@@ -360,9 +368,14 @@ class Consumer {
   /// others': the sum has a reference of its own.
   __device__ void add_apart(const Work& work, const KeyScale& key, float x, const RowAt& row_at);
 
-  /// From what the first of the row's four threads has counted and what each has apart. Nothing apart: the bits of a
-  /// row that no irregular tile has met.
-  __device__ RowSum row_sum(const Work& work, int r, unsigned four) const;
+  /// Of the row sum what the products have counted: the first of its four threads has it.
+  [[nodiscard]] __device__ float counted_sum(int r) const;
+
+  /// Of an item with irregular tiles.
+  __device__ void add_what_is_apart(RowEnd (&end)[2]) const;
+
+  /// With what each of the row's threads has apart. Nothing apart: the bits of a row that no irregular tile has met.
+  [[nodiscard]] __device__ RowSum row_sum(const RowSum& counted, int r, unsigned four) const;
 
   /// Weights of eight scores to codes; those of keys that a row does not see are 0. Its result has the bits of kFull
   /// where a code is the largest or NaN.
@@ -384,6 +397,9 @@ class Consumer {
   __device__ void store_nothing(const Work& work) const;
 
   __device__ void store(const Work& work);
+
+  /// LSE and, where a backward follows, the rows' records.
+  __device__ void record(const Work& work, const RowEnd (&end)[2]);
 
   /// The sums to o and, where a backward follows, what rounding takes from them to its own place.
   template <class Pair>

@@ -76,33 +76,28 @@ __device__ RowRecord* Consumer<Traits>::record_of(const Work& work, int query) c
 template <class Traits>
 __device__ void Consumer<Traits>::store(const Work& work) {
   if ((flags_ & kMoved) != 0) add_moved();
+  RowEnd end[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) end[r].sum = {counted_sum(r), work.reference};
+  if ((flags_ & kIrregular) != 0) add_what_is_apart(end);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int query = row + 8 * r;
-    const std::int64_t place = (std::int64_t{work.item.query_row} + query) * p.sizes.heads + work.head;
-    const unsigned four = 0xFU << (lane / 4 * 4);
-    const RowSum sum = row_sum(work, r, four);
-    // Not by a vote of four, of which the warp's eight would take turns.
-    const bool bad = (__ballot_sync(0xFFFFFFFFU, kept(Kept::poisoned, r) != 0.0F) & four) != 0;
-    const bool empty = kept(Kept::begin, r) == kept(Kept::end, r);
-    const float inverse = empty ? 0.0F : __frcp_rn(sum.value);  // The sums of an empty row are 0.
-    const float scale = bad ? NAN : detail::pow2(static_cast<int>(fmaxf(sum.unit, -300.0F)));
-    if (quad == 0 && work.part == 0 && query < work.item.queries) {
-      const float log2 = state.base[r] - sum.unit + log2f(sum.value);
-      p.lse[place] = empty ? -INFINITY : log2 * std::numbers::ln2_v<float>;
-      if (p.workspace.rows != nullptr) {
-        *record_of(work, query) =
-            empty ? RowRecord{} : RowRecord{state.base[r], inverse, sum.unit, kept(Kept::most, r)};
-      }
-    }
+    end[r].empty = kept(Kept::begin, r) == kept(Kept::end, r);
+    end[r].inverse = end[r].empty ? 0.0F : reciprocal(end[r].sum.value);  // The sums of an empty row are 0.
+  }
+  if (quad == 0 && work.part == 0) record(work, end);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const RowSum& sum = end[r].sum;
+    const float scale = end[r].poisoned ? NAN : any_pow2(static_cast<int>(fmaxf(sum.unit, -300.0F)));
 #pragma unroll
     for (int i = 2 * r; i < static_cast<int>(Traits::kOutputs); i += 4) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const float value = sums[i + b];
         // One step of refinement: a value that is the sum gives 1, not its neighbour.
-        const float first = value * inverse;
-        const float quotient = fmaf(fmaf(-first, sum.value, value), inverse, first);
+        const float first = value * end[r].inverse;
+        const float quotient = fmaf(fmaf(-first, sum.value, value), end[r].inverse, first);
         sums[i + b] = quotient * scale;
       }
     }
@@ -111,6 +106,21 @@ __device__ void Consumer<Traits>::store(const Work& work) {
     case DType::bf16: return write<__nv_bfloat162>(work);
     case DType::f16: return write<__half2>(work);
     default: return write_rows<float2>(work, p.o);
+  }
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::record(const Work& work, const RowEnd (&end)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int query = row + 8 * r;
+    if (query >= work.item.queries) continue;
+    const auto& [sum, inverse, empty, poisoned] = end[r];
+    const float log2 = state.base[r] - sum.unit + log2f(sum.value);
+    const std::int64_t place = (std::int64_t{work.item.query_row} + query) * p.sizes.heads + work.head;
+    p.lse[place] = empty ? -INFINITY : log2 * std::numbers::ln2_v<float>;
+    if (p.workspace.rows == nullptr) continue;
+    *record_of(work, query) = empty ? RowRecord{} : RowRecord{state.base[r], inverse, sum.unit, kept(Kept::most, r)};
   }
 }
 
@@ -148,14 +158,25 @@ __device__ void Consumer<Traits>::write_rows(const Work& work, void* rows) {
     return local / kPlaces * static_cast<int>(sizeof shared.sums[0][0]) + local % kPlaces * kPlace + apart;
   };
   __syncwarp();
+  if constexpr (sizeof(Pair) == 4) {
+    // Matrices of eight rows and eight dims, four at a time: both halves of the rows, of 16 dims.
+    const std::uint32_t mine = cute::cast_smem_ptr_to_uint(own + offset(at % 16) + at / 16 * 16);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    auto* mine = own + offset(at / 4 + 8 * r) + at % 4 * static_cast<int>(sizeof(Pair));
+    for (int i = 0; i < static_cast<int>(Traits::kOutputs); i += 8) {
+      std::uint32_t four[4];
 #pragma unroll
-    for (int i = 2 * r; i < static_cast<int>(Traits::kOutputs); i += 4) {
-      Pair two;
-      round_pair(sums[i], sums[i + 1], two);
-      *reinterpret_cast<Pair*>(mine + i / 4 * 4 * sizeof(Pair)) = two;
+      for (int n = 0; n < 4; ++n) {
+        round_pair(sums[i + 2 * n], sums[i + 2 * n + 1], reinterpret_cast<Pair&>(four[n]));
+      }
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(mine + 4 * i), "r"(four[0]),
+                   "r"(four[1]), "r"(four[2]), "r"(four[3])
+                   : "memory");
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(Traits::kOutputs); i += 2) {
+      auto* mine = own + offset(at / 4 + 8 * row_of(i)) + at % 4 * static_cast<int>(sizeof(Pair));
+      *reinterpret_cast<Pair*>(mine + i / 4 * 4 * sizeof(Pair)) = {sums[i], sums[i + 1]};
     }
   }
   __syncwarp();

@@ -21,8 +21,13 @@ __device__ inline void put(DType dtype, void* out, std::int64_t index, float val
 
 /// Two neighbouring elements, rounded to the type that the tensor has.
 __device__ inline void round_pair(float low, float high, float2& to) { to = {low, high}; }
-__device__ inline void round_pair(float low, float high, __nv_bfloat162& to) { to = __floats2bfloat162_rn(low, high); }
-__device__ inline void round_pair(float low, float high, __half2& to) { to = __floats2half2_rn(low, high); }
+// As one register: the halves of a pair the compiler takes apart, and puts together again before it stores them.
+__device__ inline void round_pair(float low, float high, __nv_bfloat162& to) {
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(reinterpret_cast<std::uint32_t&>(to)) : "f"(high), "f"(low));
+}
+__device__ inline void round_pair(float low, float high, __half2& to) {
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(reinterpret_cast<std::uint32_t&>(to)) : "f"(high), "f"(low));
+}
 
 /// Of a tensor of `count` elements, by all threads.
 __device__ inline void write_nan(void* out, std::int64_t count, DType dtype) {

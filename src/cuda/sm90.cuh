@@ -126,6 +126,19 @@ __device__ inline float exact_pow2(float x) {
 /// 2^x of -126 <= x <= 127.
 __device__ inline float normal_pow2(int x) { return __int_as_float((x + 127) << 23); }
 
+/// 2^x without branches; below 2^-149 0, above 2^127 Inf.
+__device__ inline float any_pow2(int x) {
+  const int subnormal = x < -149 ? 0 : 1 << ((x + 149) & 31);
+  return __int_as_float(x < -126 ? subnormal : (min(x, 128) + 127) << 23);
+}
+
+/// 1 / x of a normal number below 2^126, to the last bit but one.
+__device__ inline float reciprocal(float x) {
+  float y = 0;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return fmaf(y, fmaf(-x, y, 1.0F), y);
+}
+
 /// All bits of the first `count` bytes of four.
 __device__ inline std::uint32_t bytes_below(std::int32_t count) {
   return __funnelshift_lc(~0U, 0U, static_cast<std::uint32_t>(8 * max(min(count, 4), 0)));
