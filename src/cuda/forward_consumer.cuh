@@ -23,11 +23,11 @@ struct Spans {
 
 /// Which keys of a tile a row sees: of one that no row's mask cuts, and of others.
 struct Whole {
-  static __device__ bool sees(const Spans&, int, std::int32_t) { return true; }
+  static constexpr bool kCuts = false;
   static __device__ std::uint32_t bytes(const Spans&, int, std::int32_t) { return ~0U; }
 };
 struct Cut {
-  static __device__ bool sees(const Spans& spans, int r, std::int32_t key) { return spans.sees(r, key); }
+  static constexpr bool kCuts = true;
   /// Of four keys, a byte each.
   static __device__ std::uint32_t bytes(const Spans& spans, int r, std::int32_t key) {
     return bytes_below(spans.end[r] - key) & ~bytes_below(spans.begin[r] - key);
@@ -328,8 +328,9 @@ class Consumer {
   __device__ void weigh_first(const KeyScale* key_scale, std::int32_t first, const Spans& seen);
 
   /// Weights of keys that a row does not see are 0.
-  template <class Tile>
   __device__ void hide(const Spans& seen, std::int32_t first);
+  /// A bit for each of a thread's 32 keys of a tile that is below this one.
+  [[nodiscard]] __device__ std::uint32_t own_below(std::int32_t key) const;
 
   /// By the largest weights; then all to codes.
   __device__ void raise_bases();

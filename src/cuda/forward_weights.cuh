@@ -64,7 +64,7 @@ __device__ void Consumer<Traits>::weigh_plain(const KeyScale* key_scale, std::in
   }
   full |= encode<Tile>(seen, first, kGroups - 1);
   if (!__any_sync(0xFFFFFFFFU, (full & kFull) != 0)) return;
-  hide<Tile>(seen, first);
+  if constexpr (Tile::kCuts) hide(seen, first);
   raise_bases();
 }
 
@@ -74,17 +74,28 @@ __device__ void Consumer<Traits>::weigh_first(const KeyScale* key_scale, std::in
   for (int i = 0; i < static_cast<int>(kScores); i += 8) logits(scales_at(key_scale, i), i);
 #pragma unroll
   for (float& score : scores) score = exp2_fast(score);
-  hide<Cut>(seen, first);
+  hide(seen, first);
   raise_bases();
 }
 
 template <class Traits>
-template <class Tile>
 __device__ void Consumer<Traits>::hide(const Spans& seen, std::int32_t first) {
+  std::uint32_t bits[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) bits[r] = own_below(seen.end[r] - first) & ~own_below(seen.begin[r] - first);
 #pragma unroll
   for (int i = 0; i < static_cast<int>(kScores); ++i) {
-    if (!Tile::sees(seen, row_of(i), first + key_of(i))) scores[i] = 0.0F;
+    const int own = i / 8 * 4 + i % 8 / 4 * 2 + i % 2;
+    if ((bits[row_of(i)] & 1U << own) == 0) scores[i] = 0.0F;
   }
+}
+
+template <class Traits>
+__device__ std::uint32_t Consumer<Traits>::own_below(std::int32_t key) const {
+  static_assert(Traits::kKeys == 128);
+  const std::int32_t keys = max(min(key, Traits::kKeys), 0);
+  const std::int32_t own = keys / 16 * 4 + max(min(keys % 16 - 4 * quad, 4), 0);
+  return __funnelshift_lc(~0U, 0U, own);
 }
 
 template <class Traits>
