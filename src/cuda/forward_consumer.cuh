@@ -332,8 +332,8 @@ class Consumer {
   /// A bit for each of a thread's 32 keys of a tile that is below this one.
   [[nodiscard]] __device__ std::uint32_t own_below(std::int32_t key) const;
 
-  /// By the largest weights; then all to codes.
-  __device__ void raise_bases();
+  /// A row's, by the largest of its weights, which then become codes.
+  __device__ void raise_base(int r);
 
   /// Of four keys of both rows, less the rows' bases.
   __device__ void logits(const Scales& scales, int first);
@@ -378,13 +378,14 @@ class Consumer {
   /// With what each of the row's threads has apart. Nothing apart: the bits of a row that no irregular tile has met.
   [[nodiscard]] __device__ RowSum row_sum(const RowSum& counted, int r, unsigned four) const;
 
-  /// Weights of eight scores to codes; those of keys that a row does not see are 0. Its result has the bits of kFull
+  /// Weights of eight scores to codes; those of keys that a row does not see are 0. `full` of a row gets bits of kFull
   /// where a code is the largest or NaN.
   template <class Tile>
-  __device__ std::uint32_t encode(const Spans& seen, std::int32_t first, int a);
+  __device__ void encode(const Spans& seen, std::int32_t first, int a, std::uint32_t (&full)[2]);
+  [[nodiscard]] __device__ std::uint32_t codes_of(int a, int r) const;
 
-  /// Of all scores, where none is hidden.
-  __device__ void encode_all();
+  /// All of a row's, where none is hidden.
+  __device__ void encode_row(int r);
 
   __device__ void rescale();
 

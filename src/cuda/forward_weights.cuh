@@ -52,20 +52,28 @@ template <class Tile>
 __device__ void Consumer<Traits>::weigh_plain(const KeyScale* key_scale, std::int32_t first, const Spans& seen) {
   constexpr int kGroups = kScores / 8;
   const std::uint32_t scale_at = cute::cast_smem_ptr_to_uint(key_scale + 4 * quad);
-  std::uint32_t full = (flags_ & 3 * kUnset) != 0 ? kFull : 0;
+  std::uint32_t full[2] = {is_unset(0) ? kFull : 0, is_unset(1) ? kFull : 0};
 #pragma unroll
   for (int a = 0; a < kGroups; ++a) {
     logits(coming[a % 2], 8 * a);
 #pragma unroll
     for (int i = 8 * a; i < 8 * a + 8; ++i) scores[i] = exp2_fast(scores[i]);
-    if (a > 0) full |= encode<Tile>(seen, first, a - 1);  // Beside the next exponentials, not after their own.
+    if (a > 0) encode<Tile>(seen, first, a - 1, full);  // Beside the next exponentials, not after their own.
     if (a + 2 == kGroups || a + 1 == kGroups) continue;
     coming[a % 2] = a > 0 ? scales_after(scale_at, 8 * a + 16, fresh + 2 * a - 2) : scales_at(key_scale, 8 * a + 16);
   }
-  full |= encode<Tile>(seen, first, kGroups - 1);
-  if (!__any_sync(0xFFFFFFFFU, (full & kFull) != 0)) return;
+  encode<Tile>(seen, first, kGroups - 1, full);
+  if (!__any_sync(0xFFFFFFFFU, ((full[0] | full[1]) & kFull) != 0)) return;
   if constexpr (Tile::kCuts) hide(seen, first);
-  raise_bases();
+  flags_ |= kRaised;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (__any_sync(0xFFFFFFFFU, (full[r] & kFull) != 0)) {
+      raise_base(r);
+    } else {
+      kept(Kept::scale, r) = 1.0F;
+    }
+  }
 }
 
 template <class Traits>
@@ -75,7 +83,8 @@ __device__ void Consumer<Traits>::weigh_first(const KeyScale* key_scale, std::in
 #pragma unroll
   for (float& score : scores) score = exp2_fast(score);
   hide(seen, first);
-  raise_bases();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) raise_base(r);
 }
 
 template <class Traits>
@@ -99,22 +108,21 @@ __device__ std::uint32_t Consumer<Traits>::own_below(std::int32_t key) const {
 }
 
 template <class Traits>
-__device__ void Consumer<Traits>::raise_bases() {
+__device__ void Consumer<Traits>::raise_base(int r) {
   // Weights are not negative, so their bits are in their order, and three of these take one instruction.
-  int most[2] = {};
+  int most[2] = {};  // Two chains: each waits for its own last comparison.
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(kScores); i += 2) {
-    int& of_row = most[row_of(i)];
-    of_row = __vimax3_s32(of_row, __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
+  for (int i = 2 * r; i < static_cast<int>(kScores); i += 4) {
+    int& of = most[i / 4 % 2];
+    of = __vimax3_s32(of, __float_as_int(scores[i]), __float_as_int(scores[i + 1]));
   }
-  float by[2];
+  const float by = normal_pow2(-raise(r, largest_of_row(__int_as_float(max(most[0], most[1])))));
 #pragma unroll
-  for (int r = 0; r < 2; ++r) by[r] = largest_of_row(__int_as_float(most[r]));
-#pragma unroll
-  for (int r = 0; r < 2; ++r) by[r] = normal_pow2(-raise(r, by[r]));
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(kScores); ++i) scores[i] *= by[row_of(i)];
-  encode_all();
+  for (int i = 2 * r; i < static_cast<int>(kScores); i += 4) {
+    scores[i] *= by;
+    scores[i + 1] *= by;
+  }
+  encode_row(r);
 }
 
 template <class Traits>
@@ -166,7 +174,8 @@ __device__ void Consumer<Traits>::weigh_held(const Work& work, const Held& at) {
     const float by = step[row_of(i)];
     scores[i] = fabsf(scores[i]) <= kNear ? exp2_fast(scores[i]) * exact_pow2(-by) : exp2_fast(scores[i] - by);
   }
-  encode_all();
+  encode_row(0);
+  encode_row(1);
   __syncwarp();
 }
 
@@ -207,30 +216,29 @@ __device__ void Consumer<Traits>::move(int r, bool rises, const Move& by) {
 
 template <class Traits>
 template <class Tile>
-__device__ std::uint32_t Consumer<Traits>::encode(const Spans& seen, std::int32_t first, int a) {
-  std::uint32_t full = 0;
+__device__ void Consumer<Traits>::encode(const Spans& seen, std::int32_t first, int a, std::uint32_t (&full)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float* w = scores + 8 * a + 2 * r;
-    const std::uint32_t four = to_e4m3(w[0], w[1]) | (to_e4m3(w[4], w[5]) << 16);
-    fresh[2 * a + r] = four & Tile::bytes(seen, r, first + key_of(8 * a));
-    full |= fresh[2 * a + r] + kToFull;
+    fresh[2 * a + r] = codes_of(a, r) & Tile::bytes(seen, r, first + key_of(8 * a));
+    full[r] |= fresh[2 * a + r] + kToFull;
   }
-  return full;
 }
 
 template <class Traits>
-__device__ void Consumer<Traits>::encode_all() {
-  std::uint32_t before[kCodes];
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(kCodes); ++i) before[i] = fresh[i];
-#pragma unroll
-  for (int a = 0; a < static_cast<int>(kScores) / 8; ++a) encode<Whole>({}, 0, a);
+__device__ std::uint32_t Consumer<Traits>::codes_of(int a, int r) const {
+  const float* w = scores + 8 * a + 2 * r;
+  return to_e4m3(w[0], w[1]) | (to_e4m3(w[4], w[5]) << 16);
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::encode_row(int r) {
   // Made from those before as far as the compiler knows. Else these have registers of their own, to which every other
   // tile copies its codes.
   const std::uint32_t none = flags_ >> 31;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(kCodes); ++i) fresh[i] = __byte_perm(fresh[i], before[i], 0x3210U | none);
+  for (int a = 0; a < static_cast<int>(kScores) / 8; ++a) {
+    fresh[2 * a + r] = __byte_perm(codes_of(a, r), fresh[2 * a + r], 0x3210U | none);
+  }
 }
 
 }  // namespace mxflash::cuda
