@@ -36,15 +36,14 @@ struct BackwardSizes {
   }
 };
 
-/// Of QueryTile::logit. References beyond kMostBase are not there: such a tile is irregular.
-inline constexpr std::int32_t kBaseBias = 32'768;
-inline constexpr float kMostBase = 32'767;
+/// Of QueryTile::logit. References beyond are not there: such a tile is irregular.
+inline constexpr float kMostBase = 2'048;
 
 /// What a tile of 64 queries and one head brings along: copied whole into shared memory. Queries past the document's
 /// end have zeros. NaN in `logit` (q is poisoned), in `slope` (dO is) or in `offset` (O, dLSE) reaches
 /// the keys that see the query.
 struct alignas(16) QueryTile {
-  /// 2^(exponent of q), a BF16, above RowRecord::base + kBaseBias, sixteen bits: a load less for every query.
+  /// 2^(exponent of q), a BF16, above RowRecord::base, an FP16: a load less for every query.
   std::uint32_t logit[kQueryTile];
   float slope[kQueryTile];   ///< scale 2^(exponent of dO) / row sum
   float offset[kQueryTile];  ///< (D - dLSE) 2^-(exponent of dO)

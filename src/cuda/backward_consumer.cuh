@@ -8,17 +8,30 @@ namespace mxflash::cuda {
 
 /// Which queries of a tile see a key: of one that no key's mask cuts, and of others.
 struct WholeTile {
-  static __device__ float seen(const KeyRows&, int, std::int32_t, float x) { return x; }
+  static __device__ float seen(std::uint32_t, int, float x) { return x; }
   static __device__ std::uint32_t bytes(const KeyRows&, int, std::int32_t) { return ~0U; }
 };
 struct CutTile {
-  /// x, or 0.
-  static __device__ float seen(const KeyRows& rows, int r, std::int32_t query, float x) {
-    return rows.seen(r, query) ? x : 0.0F;
+  /// x, or 0 where bit `i` says that the query does not see the key.
+  static __device__ float seen(std::uint32_t bits, int i, float x) { return (bits & 1U << i) != 0 ? x : 0.0F; }
+  /// Of the 16 queries of a thread, from the tile's first on; the second key's sixteen bits higher.
+  static __device__ std::uint32_t bits(const KeyRows& rows, std::int32_t first, int quad) {
+    std::uint32_t seen[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      seen[r] = own_below(rows.end[r] - first, quad) & ~own_below(rows.begin[r] - first, quad);
+    }
+    return seen[0] | (seen[1] << 16);
   }
   /// Of four queries, a byte each.
   static __device__ std::uint32_t bytes(const KeyRows& rows, int r, std::int32_t query) {
     return bytes_below(rows.end[r] - query) & ~bytes_below(rows.begin[r] - query);
+  }
+
+ private:
+  static __device__ std::uint32_t own_below(std::int32_t query, int quad) {
+    const std::int32_t queries = max(min(query, kQueryTile), 0);
+    return (1U << (queries / 16 * 4 + max(min(queries % 16 - 4 * quad, 4), 0))) - 1;
   }
 };
 
@@ -78,7 +91,7 @@ class KeyConsumer {
   /// Of the tile, for r = 0.
   [[nodiscard]] __device__ int key() const { return slot() * 16 + lane() / 4 * 2; }
   /// Registers are short: what is seldom used lies in shared memory.
-  [[nodiscard]] __device__ KeyRows& rows() const { return shared.rows[thread_]; }
+  [[nodiscard]] __device__ KeyRows& rows() const { return shared.rows[opaque(thread_)]; }
   [[nodiscard]] __device__ float factor(int r) const { return r == 0 ? pair_.factor.low() : pair_.factor.high(); }
   [[nodiscard]] __device__ float exponent(int r) const { return r == 0 ? pair_.exponent.low() : pair_.exponent.high(); }
   /// 2^-exponent
@@ -86,8 +99,7 @@ class KeyConsumer {
   [[nodiscard]] __device__ KeySums& kept() const { return shared.sums[slot()]; }
 
   enum class Kind : std::uint32_t { whole, cut, apart };
-  /// Of KeyPair; factor times the scale of logits, exponent plus the bias of bases; weight as KeySums::weight, of a
-  /// key.
+  /// Of KeyPair; factor times the scale of logits; weight as KeySums::weight, of a key.
   struct KeyFactors {
     float factor[2];
     float exponent[2];
@@ -115,23 +127,22 @@ class KeyConsumer {
     const KeyItem& item = work.item;
     if (item.end_tile <= item.first_tile) return store_nothing(work);
     prepare(work);
-    product_ = ScaleOut::Zero;
+    clear_sums();
     left_ = heads() * item.tiles();
     keys_ = uniform(shared_place(&shared.keys[keys.stage()]) + static_cast<std::uint32_t>(group() * kOwnRows / kStep));
     wait_for_queries(tile_);
     multiply_scores(queries_of(tile_));
     cute::warpgroup_wait<0>();
     fence(scores);
-    std::int32_t first = shared.tiles[stage()].first;  // Of a tile's queries.
-    Kind kind = kind_of(first);
+    Kind kind = kind_of();
     next_base_ = kSameBase;
     do {
       const bool enters = next_base_ != kSameBase;
-      const bool full = left_ % kQueryTilesBetweenSums == 0;
-      if (product_ == ScaleOut::One && (full || (enters && is_far()))) move_sums();
+      const bool full = left_ % kQueryTilesBetweenSums == 0 && left_ != heads() * work_now().item.tiles();
+      if (full || (enters && is_far())) move_sums();
       --left_;
       if (enters) enter();
-      walk(first, kind);
+      walk(kind);
       ++tile_;
     } while (left_ > 0);
     store(work);
@@ -143,9 +154,9 @@ class KeyConsumer {
   [[nodiscard]] __device__ const KeyWork& work_now() const { return shared.work[opaque(keys.stage())]; }
 
   /// One tile of queries, whose scores are there; makes those of the next, and looks ahead at it.
-  __device__ void walk(std::int32_t& first, Kind& kind) {
-    weigh_tile(first, kind);
-    differentiate_tile(first, kind);
+  __device__ void walk(Kind& kind) {
+    weigh_tile(kind);
+    differentiate_tile(kind);
     float scale[2];  // Of the thread's rows of dQ.
     encode(scale);
     const std::int32_t row = work_now().item.query_row;
@@ -164,7 +175,6 @@ class KeyConsumer {
     cute::warpgroup_wait<kAhead ? 1 : 0>();
     fence(dk);
     fence(dq);
-    product_ = ScaleOut::One;
     release(shared.queries_empty[stage()]);
     if (!given) shared.dq_empty.wait((tile_ + 1) % 2);
     give_queries(row, scale);
@@ -174,8 +184,7 @@ class KeyConsumer {
     }
     if (!last) {
       ++tile_;
-      first = shared.tiles[stage()].first;
-      kind = kind_of(first);
+      kind = kind_of();
       next_base_ = shared.bases[stage()];
       --tile_;
     }
@@ -187,26 +196,26 @@ class KeyConsumer {
   }
 
   /// Sends for dP on the way.
-  __device__ void weigh_tile(std::int32_t first, Kind kind) {
+  __device__ void weigh_tile(Kind kind) {
     const Ahead ahead{factors(), weighing(0)};
     multiply_dout();
     switch (kind) {
-      case Kind::whole: return weigh<WholeTile>(first, ahead);
-      case Kind::cut: return weigh<CutTile>(first, ahead);
-      default: return weigh_apart(work_now(), first);
+      case Kind::whole: return weigh<WholeTile>(ahead);
+      case Kind::cut: return weigh<CutTile>(ahead);
+      default: return weigh_apart(work_now());
     }
   }
 
   /// Sends for dV first.
-  __device__ void differentiate_tile(std::int32_t first, Kind kind) {
-    const Differences differences = this->differences();
+  __device__ void differentiate_tile(Kind kind) {
+    const Differences differences = this->differences(kind);
     multiply_values();
     cute::warpgroup_wait<1>();
     fence(gradients);
     switch (kind) {
-      case Kind::whole: differentiate<WholeTile>(first, differences); break;
-      case Kind::cut: differentiate<CutTile>(first, differences); break;
-      default: differentiate_apart(work_now(), first);
+      case Kind::whole: differentiate<WholeTile>(differences); break;
+      case Kind::cut: differentiate<CutTile>(differences); break;
+      default: differentiate_apart(work_now());
     }
     cute::warpgroup_wait<0>();  // Of dV, long there: its operands' registers are free.
     fence(dv);
@@ -227,20 +236,18 @@ class KeyConsumer {
   }
 
   static __device__ float factor_of(std::uint32_t logit) { return __uint_as_float(logit & 0xFFFF0000U); }
-  /// kBiasOfBase more than the query's base: a permutation of bytes, no conversion.
-  static __device__ float biased_base_of(std::uint32_t logit) {
-    return __uint_as_float(__byte_perm(logit, 0x4B000000U, 0x7610));
+  static __device__ float base_of(std::uint32_t logit) {
+    return __half2float(__ushort_as_half(static_cast<std::uint16_t>(logit)));
   }
-  static constexpr float kBiasOfBase = 0x1p23F + kBaseBias;
 
   /// Of the warp's part of a tile, whose record is there. All is read before anything is decided.
-  [[nodiscard]] __device__ Kind kind_of(std::int32_t first) const {
+  [[nodiscard]] __device__ Kind kind_of() const {
     const QueryTile& of = shared.tiles[stage()];
     const KeySums& own = kept();
     const int plain = static_cast<int>(of.irregular == 0) & static_cast<int>(of.most < own.most_below) &
                       static_cast<int>(of.norm < own.norm_below);
     const int whole =
-        static_cast<int>(first >= own.whole_begin) & static_cast<int>(first + kQueryTile <= own.whole_end);
+        static_cast<int>(of.first >= own.whole_begin) & static_cast<int>(of.first + kQueryTile <= own.whole_end);
     return static_cast<Kind>(uniform(plain == 0 ? 2U : whole != 0 ? 0U : 1U));
   }
 
@@ -275,7 +282,7 @@ class KeyConsumer {
   /// Of queries that are there, where they lie.
   __device__ void multiply_scores(std::uint32_t where) {
     queries_ = uniform(where);
-    fence(scores);
+    forget(scores);
     cute::warpgroup_arrive();
     multiply_rows(keys_ + offsetof(Keys, keys) / kStep, queries_ + offsetof(Queries, queries) / kStep, scores);
     cute::warpgroup_commit_batch();
@@ -336,7 +343,7 @@ class KeyConsumer {
     const std::uint64_t b = descriptor<kQueryTile>(columns);
 #pragma unroll
     for (int step = 0; step < kQueryTile / 32; ++step) {
-      multiply<typename Traits::OutAtom>(codes + 4 * step, b + 2 * step, sums, step == 0 ? product_ : ScaleOut::One);
+      multiply<typename Traits::OutAtom>(codes + 4 * step, b + 2 * step, sums, ScaleOut::One);
     }
   }
 
@@ -351,7 +358,7 @@ class KeyConsumer {
   [[nodiscard]] __device__ KeyFactors factors() const {
     const float weight = kept().weight;
     return {{pair_.factor.low() * p.logit_scale, pair_.factor.high() * p.logit_scale},
-            {pair_.exponent.low() + kBiasOfBase, pair_.exponent.high() + kBiasOfBase},
+            {pair_.exponent.low(), pair_.exponent.high()},
             {finite_product(light(0), weight), finite_product(light(1), weight)}};
   }
   [[nodiscard]] __device__ Weighing weighing(int a) const {
@@ -362,11 +369,13 @@ class KeyConsumer {
 
   /// Of all queries of a thread.
   struct Differences {
+    std::uint32_t seen = ~0U;  ///< As CutTile::bits.
     float4 offset[kQueryTile / 16];
     float light[2];
   };
-  [[nodiscard]] __device__ Differences differences() const {
+  [[nodiscard]] __device__ Differences differences(Kind kind) const {
     Differences out;
+    if (kind == Kind::cut) out.seen = CutTile::bits(rows(), shared.tiles[stage()].first, quad());
 #pragma unroll
     for (int a = 0; a < kQueryTile / 16; ++a) out.offset[a] = four(shared.tiles[stage()].offset, 16 * a + 4 * quad());
     out.light[0] = light(0);
@@ -377,14 +386,14 @@ class KeyConsumer {
   /// Scores to weights as the forward made them, and to operands of dV, in `weights`; in `scores`, those times the
   /// query's slope.
   template <class Tile>
-  __device__ void weigh(std::int32_t first, const Ahead& ahead);
+  __device__ void weigh(const Ahead& ahead);
   /// dP to dS, in `gradients`, and its largest magnitude.
   template <class Tile>
-  __device__ void differentiate(std::int32_t first, const Differences& by);
+  __device__ void differentiate(const Differences& by);
 
   /// The same, one thing after the other, where numbers are far apart or keys are light.
-  __device__ void weigh_apart(const KeyWork& work, std::int32_t first);
-  __device__ void differentiate_apart(const KeyWork& work, std::int32_t first);
+  __device__ void weigh_apart(const KeyWork& work);
+  __device__ void differentiate_apart(const KeyWork& work);
 
   /// Tells the other warps the largest of these keys.
   __device__ void share_most();
@@ -414,6 +423,10 @@ class KeyConsumer {
   __device__ void scale_sums(float (&sums)[Traits::kSums], float by) {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(Traits::kSums); ++i) sums[i] *= by;
+  }
+  __device__ void clear_sums() {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(Traits::kSums); ++i) dk[i] = dv[i] = 0.0F;
   }
   /// Adds the accumulators to the sums in FP32, which wait in global memory.
   __device__ void move_sums();
@@ -453,8 +466,7 @@ class KeyConsumer {
   std::uint32_t base_;
   std::uint32_t keys_ = 0;
   std::uint32_t queries_ = 0;
-  std::int32_t left_ = 0;  // Tiles that the key tile meets after this one.
-  ScaleOut product_ = ScaleOut::Zero;
+  std::int32_t left_ = 0;               // Tiles that the key tile meets after this one.
   std::int32_t next_base_ = kSameBase;  // As BackwardShared::bases, of the next tile.
   KeyPair pair_;
   float most[2];  // Of |dS|, by 32 queries.

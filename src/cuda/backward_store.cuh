@@ -53,7 +53,7 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
 
 template <class Traits>
 __device__ void KeyConsumer<Traits>::enter() {
-  if (product_ == ScaleOut::One) scale_sums(dv, exact_pow2(static_cast<float>(kept().base - next_base_)));
+  scale_sums(dv, exact_pow2(static_cast<float>(kept().base - next_base_)));
   __syncwarp();  // All lanes have read it.
   if (lane() == 0) {
     kept().base = next_base_;
@@ -76,7 +76,7 @@ __device__ void KeyConsumer<Traits>::move_sums() {
   __syncwarp();  // All lanes have read it.
   if (lane() == 0) kept().moved = 1;
   __syncwarp();
-  product_ = ScaleOut::Zero;
+  clear_sums();
 }
 
 template <class Traits>
@@ -121,8 +121,7 @@ __device__ void KeyConsumer<Traits>::give_queries(std::int32_t first_row, const 
 
 template <class Traits>
 __device__ void KeyConsumer<Traits>::store_nothing(const KeyWork& work) {
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(Traits::kSums); ++i) dk[i] = dv[i] = 0;
+  clear_sums();
   write(work, {.raised = kLeastRaised});
 }
 

@@ -7,7 +7,8 @@ namespace mxflash::cuda {
 
 template <class Traits>
 template <class Tile>
-__device__ void KeyConsumer<Traits>::weigh(std::int32_t first, const Ahead& ahead) {
+__device__ void KeyConsumer<Traits>::weigh(const Ahead& ahead) {
+  const std::int32_t first = shared.tiles[stage()].first;
   const KeyFactors& factors = ahead.factors;
   const KeyRows& rows = this->rows();
   const int column = 4 * quad();
@@ -23,7 +24,7 @@ __device__ void KeyConsumer<Traits>::weigh(std::int32_t first, const Ahead& ahea
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         w[j] = exp2_fast(fmaf(scores[at(a, r, j)], factor_of(logit[j]) * factors.factor[r],
-                              factors.exponent[r] - biased_base_of(logit[j])));
+                              factors.exponent[r] - base_of(logit[j])));
       }
       const std::uint32_t seen = Tile::bytes(rows, r, first + query);
       const std::uint32_t codes = to_e4m3(w[0], w[1], w[2], w[3]) & seen;
@@ -42,12 +43,10 @@ __device__ void KeyConsumer<Traits>::weigh(std::int32_t first, const Ahead& ahea
 
 template <class Traits>
 template <class Tile>
-__device__ void KeyConsumer<Traits>::differentiate(std::int32_t first, const Differences& by) {
-  const KeyRows& rows = this->rows();
+__device__ void KeyConsumer<Traits>::differentiate(const Differences& by) {
   most[0] = most[1] = 0;
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
-    const int query = 16 * a + 4 * quad();
     const float offset[] = {by.offset[a].x, by.offset[a].y, by.offset[a].z, by.offset[a].w};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -56,7 +55,7 @@ __device__ void KeyConsumer<Traits>::differentiate(std::int32_t first, const Dif
         const int i = at(a, r, j);
         // The exponent of V, which dP lacks, and the weight has too much.
         const float ds = scores[i] * fmaf(-offset[j], by.light[r], gradients[i]);
-        gradients[i] = Tile::seen(rows, r, first + query + j, ds);
+        gradients[i] = Tile::seen(by.seen, 16 * r + 4 * a + j, ds);
         most[a / 2] = fmaxf(most[a / 2], fabsf(gradients[i]));
       }
     }
@@ -64,10 +63,11 @@ __device__ void KeyConsumer<Traits>::differentiate(std::int32_t first, const Dif
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, std::int32_t first) {
+__device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work) {
   const KeyRows rows = this->rows();
   constexpr auto kNone = static_cast<float>(-kE8m0Bias);
   const QueryTile& of = shared.tiles[stage()];
+  const std::int32_t first = of.first;
   const std::int32_t row = of.head * static_cast<std::int32_t>(p.sizes.forward.rows_q()) + work.item.query_row + first;
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {
@@ -102,10 +102,11 @@ __device__ void KeyConsumer<Traits>::weigh_apart(const KeyWork& work, std::int32
 }
 
 template <class Traits>
-__device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work, std::int32_t first) {
+__device__ void KeyConsumer<Traits>::differentiate_apart(const KeyWork& work) {
   const KeyRows rows = this->rows();
-  const DoutRecord* douts =
-      p.workspace.dout_records + shared.tiles[stage()].head * p.sizes.forward.rows_q() + work.item.query_row + first;
+  const QueryTile& of = shared.tiles[stage()];
+  const std::int32_t first = of.first;
+  const DoutRecord* douts = p.workspace.dout_records + of.head * p.sizes.forward.rows_q() + work.item.query_row + first;
   most[0] = most[1] = 0;
 #pragma unroll
   for (int a = 0; a < kQueryTile / 16; ++a) {

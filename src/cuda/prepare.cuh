@@ -261,7 +261,7 @@ class DoutRows {
   }
 
   struct Numbers {
-    std::uint32_t logit = kBaseBias;
+    std::uint32_t logit = 0;
     float slope = 0;
     float offset = 0;
     float scale = 0;
@@ -330,14 +330,14 @@ class DoutRows {
     const float factor = dout.poisoned ? NAN : dout.factor;
     const bool poisoned = query.factor != query.factor;
     Numbers numbers;
-    const auto base = static_cast<std::int32_t>(fminf(fmaxf(row.base, -kMostBase), kMostBase));
-    numbers.logit = (__float_as_uint(query.factor) & 0xFFFF0000U) | static_cast<std::uint32_t>(base + kBaseBias);
+    const float base = fminf(fmaxf(row.base, -kMostBase), kMostBase);
+    numbers.logit = (__float_as_uint(query.factor) & 0xFFFF0000U) | __half_as_ushort(__float2half_rn(base));
     numbers.slope = a.scale * (share * factor);
     numbers.offset = delta * dout.inverse;
     numbers.scale = poisoned ? 0.0F : query.factor;
     constexpr float kSafe = 60.0F;  // As far_off.
     const bool far = fabsf(row.unit) > kSafe || fabsf(static_cast<float>(dout.exponent)) > kSafe ||
-                     fabsf(row.base) > kMostBase || a.scale == 0 || far_off(a.scale) || far_off(numbers.slope) ||
+                     !(fabsf(row.base) <= kMostBase) || a.scale == 0 || far_off(a.scale) || far_off(numbers.slope) ||
                      far_off(numbers.offset);
     seen.irregular = far && !poisoned && !dout.poisoned ? 1 : 0;
     return numbers;

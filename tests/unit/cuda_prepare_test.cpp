@@ -241,7 +241,7 @@ cuda::RowRecord row_record(std::int64_t index) {
   cuda::RowRecord row{std::floor(at(1) * 100) - 50, 0.1F + at(2), std::floor(at(3) * 40) - 20, std::floor(at(4) * 30)};
   if (index % 5 != 0) row.most = -INFINITY;
   if (index % 397 == 13) row.unit = 90;
-  constexpr float kBases[] = {-1e31F, -32'768, -32'767, 32'767, 32'768, 1e5F};
+  constexpr float kBases[] = {-1e31F, -2'049, -2'048, 2'048, 2'049, 1e5F};
   if (index % 331 == 5) row.base = kBases[index / 331 % std::ssize(kBases)];
   return row;
 }
@@ -429,7 +429,7 @@ struct Numbers {
     scale = lost ? 0 : of.scales[i].factor;
     const auto far = [](double x) { return x != 0 && std::fabs(std::log2(std::fabs(x))) > 60; };
     leaves = !lost && !dout_lost &&
-             (std::fabs(row.unit) > 60 || std::fabs(std::log2(power)) > 60 || std::fabs(base) > 32'767 || far(slope) ||
+             (std::fabs(row.unit) > 60 || std::fabs(std::log2(power)) > 60 || std::fabs(base) > 2'048 || far(slope) ||
               far(offset));
   }
 };
@@ -448,7 +448,7 @@ void expect_tile(const cuda::QueryTile& tile, const Queries& of, const std::arra
     const Numbers want = inside ? Numbers(of, place) : Numbers();
     const std::string at = fmt::format("{} query {}", where, q);
     ASSERT_TRUE(near(std::bit_cast<float>(tile.logit[i] & 0xFFFF0000U), want.factor, 0)) << at;
-    ASSERT_EQ(static_cast<double>(tile.logit[i] & 0xFFFFU) - 32'768, std::clamp(want.base, -32'767.0, 32'767.0)) << at;
+    ASSERT_EQ(decode_f16(static_cast<std::uint16_t>(tile.logit[i])), std::clamp(want.base, -2'048.0, 2'048.0)) << at;
     ASSERT_EQ(tile.scale[i], want.scale) << at;
     irregular |= want.leaves;
     if (!want.leaves) {
