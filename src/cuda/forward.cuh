@@ -69,22 +69,30 @@ struct Work {
   std::int32_t head;  // -1: no more.
   std::int32_t part;
   TileSpan tiles;
+  TileSpan own[2];  // Of these, what each group of 64 queries sees.
   Range range;      // Over the tiles.
   float reference;  // Of the row sum.
 };
 
+/// And about one of its queries.
+struct alignas(16) QueryRow {
+  float factor;        ///< Multiplies scores, before the key's.
+  float reach;         ///< Bound of the logits' magnitude.
+  std::int32_t begin;  ///< Keys [begin, end) of the document are seen.
+  std::int32_t end;
+};
+
 /// What a thread of the consumers keeps of a row in shared memory, because it is seldom used and registers are short.
 enum class Kept : std::uint8_t {
-  most,      ///< Largest exponent of V that the row sees; filled where a tile is irregular.
+  // Of an item with irregular tiles alone:
+  most,      ///< Largest exponent of V that the row sees.
   extra,     ///< Of the row sum: what the multipliers do not count, in units of 2^height.
   height,    ///< An integer, or -inf.
   poisoned,  ///< Not 0: the row sees a poisoned V.
-  reach,     ///< Bound of the logits' magnitude.
-  total,     ///< Row sum that has been moved out of the accumulators.
-  moved,     ///< Scale of the outputs that have been moved.
-  scale,     ///< Of the sums, by the last tile that raised the reference: 2^(m before - m).
-  begin,     ///< The first key that the row sees, as an integer's bits.
-  end,       ///< The key after the last.
+  // Of all:
+  total,  ///< Row sum that has been moved out of the accumulators.
+  moved,  ///< Scale of the outputs that have been moved.
+  scale,  ///< Of the sums, by the last tile that raised the reference: 2^(m before - m).
   count,
 };
 
@@ -110,7 +118,7 @@ struct ForwardShared {
   float kept[2][2 * static_cast<int>(Kept::count)][kWarpgroup];
   Range ranges[Traits::kStages];
   Work work[kWorkStages];
-  QueryScale query_scales[kWorkStages][kTileRows];
+  QueryRow rows[kWorkStages][kTileRows];
   alignas(8) Barrier queries_full[Traits::kQueryStages];
   Barrier queries_empty[Traits::kQueryStages];
   Barrier keys_full[Traits::kStages];

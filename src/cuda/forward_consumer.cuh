@@ -129,7 +129,7 @@ class Consumer {
   /// Key tiles, from the last to the first. While one's scores become weights, the outputs of the one before are
   /// multiplied.
   __device__ void attend(const Work& work) {
-    const TileSpan mine = tiles_of(work);
+    const TileSpan mine{as_uniform(work.own[group].first), as_uniform(work.own[group].end)};
     const TileSpan all{as_uniform(work.tiles.first), as_uniform(work.tiles.end)};
     for (std::int32_t tile = all.end - 1; tile >= max(mine.end, all.first); --tile) pass_over();
     if (mine.end <= mine.first) {
@@ -144,10 +144,6 @@ class Consumer {
     }
     shared.queries_full[queries.stage()].wait(queries.phase());
     prepare(work);
-    if (has_irregular(work, work.range)) {
-      flags_ |= kIrregular;
-      largest_exponents(work);
-    }
     plain_ = plain_of();
     auto product = ScaleOut::Zero;  // The next product overwrites the accumulators.
     bool keys_there = false;
@@ -205,18 +201,6 @@ class Consumer {
     return static_cast<std::int32_t>(uniform(static_cast<std::uint32_t>(x)));
   }
 
-  /// Those that the group's queries see.
-  __device__ TileSpan tiles_of(const Work& work) const {
-    const Item& item = work.item;
-    const std::int32_t queries = min(item.queries - group * 64, 64);
-    const std::int64_t position = item.first_position + group * 64;
-    const std::int64_t begin = max(position - p.band.left, std::int64_t{0});
-    const std::int64_t end = min(position + queries + p.band.right, std::int64_t{item.keys});
-    if (queries <= 0 || end <= begin) return {0, 0};
-    return {as_uniform(static_cast<std::int32_t>(begin / Traits::kKeys)),
-            as_uniform(static_cast<std::int32_t>((end + Traits::kKeys - 1) / Traits::kKeys))};
-  }
-
   /// A tile that the other group alone sees. Only once it is there: else the arrival would count for the one before.
   __device__ void pass_over() {
     shared.keys_full[keys.stage()].wait(keys.phase());
@@ -251,9 +235,11 @@ class Consumer {
   /// Tiles of which no row of the warp sees a part, where nothing else asks for care.
   __device__ TileSpan plain_of() const;
 
+  [[nodiscard]] __device__ const QueryRow& row_of_item(int r) const { return shared.rows[slot.stage()][row + 8 * r]; }
   __device__ Spans spans() const {
-    return {{__float_as_int(kept(Kept::begin, 0)), __float_as_int(kept(Kept::begin, 1))},
-            {__float_as_int(kept(Kept::end, 0)), __float_as_int(kept(Kept::end, 1))}};
+    const QueryRow& first = row_of_item(0);
+    const QueryRow& second = row_of_item(1);
+    return {{first.begin, second.begin}, {first.end, second.end}};
   }
 
   /// Whether 2^(logit - base) may leave FP32. Before a row has seen a key its base is 0: then on the lower side as

@@ -20,7 +20,10 @@ class Taker {
       shared.work_empty[slot.stage()].wait(slot.phase() ^ 1);
       if (work.head >= 0) {
 #pragma unroll
-        for (int i = 0; i < kTileRows / 32; ++i) shared.query_scales[slot.stage()][lane + 32 * i] = scales[i];
+        for (int i = 0; i < kTileRows / 32; ++i) {
+          const int query = lane + 32 * i;
+          shared.rows[slot.stage()][query] = row_of(work, query, scales[i]);
+        }
       }
       if (lane == 0) shared.work[slot.stage()] = work;
       shared.work_full[slot.stage()].arrive();  // Every lane, for what it wrote itself: racecheck follows no other.
@@ -45,15 +48,21 @@ class Taker {
     work.item = p.workspace.items[p.workspace.order[place]];
     work.head = static_cast<std::int32_t>(index % per_item) / p.sizes.value_parts;
     work.part = static_cast<std::int32_t>(index % per_item) % p.sizes.value_parts;
-    const std::int64_t first = work.item.first_position;
-    const std::int64_t begin = max(first - p.band.left, std::int64_t{0});
-    const std::int64_t end = min(first + work.item.queries + p.band.right, std::int64_t{work.item.keys});
-    if (end > begin) {
-      work.tiles = {static_cast<std::int32_t>(begin / Traits::kKeys),
-                    static_cast<std::int32_t>((end + Traits::kKeys - 1) / Traits::kKeys)};
-      summarize(work);
+    work.tiles = tiles_of(work.item, 0, work.item.queries);
+    for (int group = 0; group < 2; ++group) {
+      work.own[group] = tiles_of(work.item, group * 64, min(work.item.queries, group * 64 + 64));
     }
+    if (work.tiles.end > work.tiles.first) summarize(work);
     return work;
+  }
+
+  /// That one of the item's queries [first, last) sees.
+  __device__ TileSpan tiles_of(const Item& item, std::int32_t first, std::int32_t last) const {
+    const std::int64_t begin = max(item.first_position + std::int64_t{first} - p.band.left, std::int64_t{0});
+    const std::int64_t end = min(item.first_position + last + p.band.right, std::int64_t{item.keys});
+    if (last <= first || end <= begin) return {0, 0};
+    return {static_cast<std::int32_t>(begin / Traits::kKeys),
+            static_cast<std::int32_t>((end + Traits::kKeys - 1) / Traits::kKeys)};
   }
 
   /// Of the item's queries; beyond them zeros.
@@ -64,6 +73,18 @@ class Taker {
       const int query = lane + 32 * i;
       scales[i] = query < work.item.queries ? of_item[query] : QueryScale{};
     }
+  }
+
+  /// Beyond the item's queries one that sees no key.
+  __device__ QueryRow row_of(const Work& work, int query, const QueryScale& scale) const {
+    const float reach =
+        fabsf(p.logit_scale) * scale.norm * work.range.key_norm + fabsf(work.range.most) + kLightOctaves;
+    QueryRow row{scale.factor * p.logit_scale, reach, 0, 0};
+    if (query >= work.item.queries) return row;
+    const KeySpan seen = visible_keys(work.item.first_position + std::int64_t{query}, work.item.keys, p.band);
+    row.begin = static_cast<std::int32_t>(seen.begin);
+    row.end = static_cast<std::int32_t>(seen.end);
+    return row;
   }
 
   /// The exponents over all tiles, and the reference of the row sum.

@@ -7,33 +7,29 @@ namespace mxflash::cuda {
 
 template <class Traits>
 __device__ void Consumer<Traits>::prepare(const Work& work) {
-  const Item& item = work.item;
-  Spans seen;
   flags_ = 0;
+  bool far = false;
+  constexpr float kNear = 50.0F;  // Then logits and bases are so, and no logit is further than 108 from a base.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int query = row + 8 * r;
-    const bool inside = query < item.queries;
-    const KeySpan span = visible_keys(item.first_position + query, item.keys, p.band);
-    seen.begin[r] = inside ? static_cast<std::int32_t>(span.begin) : 0;
-    seen.end[r] = inside ? static_cast<std::int32_t>(span.end) : 0;
-    kept(Kept::begin, r) = __int_as_float(seen.begin[r]);
-    kept(Kept::end, r) = __int_as_float(seen.end[r]);
-    const QueryScale scale = shared.query_scales[slot.stage()][query];
-    state.factor[r] = scale.factor * p.logit_scale;
-    kept(Kept::reach, r) =
-        fabsf(p.logit_scale) * scale.norm * work.range.key_norm + fabsf(work.range.most) + kLightOctaves;
+    const QueryRow of = row_of_item(r);
+    state.factor[r] = of.factor;
     state.base[r] = 0.0F;
-    if (seen.begin[r] < seen.end[r]) flags_ |= kUnset << r;
+    if (of.begin < of.end) flags_ |= kUnset << r;
+    far |= !(of.reach <= kNear);
+    kept(Kept::total, r) = 0.0F;
+    kept(Kept::moved, r) = 1.0F;
+  }
+  if (__any_sync(0xFFFFFFFFU, far)) flags_ |= kFarOff;
+  if (!has_irregular(work, work.range)) return;
+  flags_ |= kIrregular;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
     kept(Kept::extra, r) = 0.0F;
     kept(Kept::height, r) = -INFINITY;
     kept(Kept::poisoned, r) = 0.0F;
-    kept(Kept::total, r) = 0.0F;
-    kept(Kept::moved, r) = 1.0F;
-    kept(Kept::most, r) = -INFINITY;
   }
-  constexpr float kNear = 50.0F;  // Then logits and bases are so, and no logit is further than 108 from a base.
-  if (__any_sync(0xFFFFFFFFU, !(kept(Kept::reach, 0) <= kNear && kept(Kept::reach, 1) <= kNear))) flags_ |= kFarOff;
+  largest_exponents(work);
 }
 
 template <class Traits>
@@ -55,7 +51,7 @@ template <class Traits>
 __device__ bool Consumer<Traits>::may_leave() const {
   constexpr float kMost = 108.0F;
   return __any_sync(0xFFFFFFFFU,
-                    !(kept(Kept::reach, 0) - state.base[0] <= kMost && kept(Kept::reach, 1) - state.base[1] <= kMost));
+                    !(row_of_item(0).reach - state.base[0] <= kMost && row_of_item(1).reach - state.base[1] <= kMost));
 }
 
 template <class Traits>

@@ -82,7 +82,7 @@ __device__ void Consumer<Traits>::store(const Work& work) {
   if ((flags_ & kIrregular) != 0) add_what_is_apart(end);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    end[r].empty = kept(Kept::begin, r) == kept(Kept::end, r);
+    end[r].empty = row_of_item(r).begin == row_of_item(r).end;
     end[r].inverse = end[r].empty ? 0.0F : reciprocal(end[r].sum.value);  // The sums of an empty row are 0.
   }
   if (quad == 0 && work.part == 0) record(work, end);
@@ -116,11 +116,12 @@ __device__ void Consumer<Traits>::record(const Work& work, const RowEnd (&end)[2
     const int query = row + 8 * r;
     if (query >= work.item.queries) continue;
     const auto& [sum, inverse, empty, poisoned] = end[r];
+    const float most = (flags_ & kIrregular) != 0 ? kept(Kept::most, r) : -INFINITY;
     const float log2 = state.base[r] - sum.unit + log2f(sum.value);
     const std::int64_t place = (std::int64_t{work.item.query_row} + query) * p.sizes.heads + work.head;
     p.lse[place] = empty ? -INFINITY : log2 * std::numbers::ln2_v<float>;
     if (p.workspace.rows == nullptr) continue;
-    *record_of(work, query) = empty ? RowRecord{} : RowRecord{state.base[r], inverse, sum.unit, kept(Kept::most, r)};
+    *record_of(work, query) = empty ? RowRecord{} : RowRecord{state.base[r], inverse, sum.unit, most};
   }
 }
 
