@@ -87,6 +87,22 @@ int encode_scales(const Sizes& sizes, const Workspace& work, std::uint32_t keys,
   return encode(map, box);
 }
 
+/// Of a warp's rows of o, 128 bytes of each. FP32 leaves another way.
+int encode_outputs(const ForwardArguments& arguments, void* rows, CUtensorMap& map) {
+  const Sizes& sizes = arguments.sizes;
+  if (rows == nullptr || sizes.tokens_q == 0 || arguments.dtype == DType::f32) return cudaSuccess;
+  Box box;
+  box.base = rows;
+  box.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  box.rank = 3;
+  const auto bytes = 2 * static_cast<std::uint64_t>(sizes.value_dim);
+  const auto heads = static_cast<std::uint64_t>(sizes.heads);
+  box.size = {bytes, heads, static_cast<std::uint64_t>(sizes.tokens_q)};
+  box.stride = {bytes, bytes * heads};
+  box.box = {kOutputBytes, 1, kOutputRows};
+  return encode(map, box);
+}
+
 template <class Traits>
 int launch(const ForwardArguments& arguments, cudaStream_t stream) {
   static_assert(sizeof(ForwardShared<Traits>) <= kMostShared);
@@ -100,12 +116,16 @@ int launch(const ForwardArguments& arguments, cudaStream_t stream) {
                       {},
                       {},
                       {},
+                      {},
+                      {},
                       {}};
   const int errors[] = {
       encode_queries(p.sizes, p.workspace, Traits::kRowBytes, p.query_map),
       encode_keys(p.sizes, p.workspace, Traits::kRowBytes, Traits::kKeys, p.key_map),
       encode_values(p.sizes, p.workspace, Traits::kKeys, p.value_map),
       encode_scales(p.sizes, p.workspace, Traits::kKeys, p.scale_map),
+      encode_outputs(arguments, arguments.o, p.o_map),
+      encode_outputs(arguments, arguments.workspace.residual, p.residual_map),
       cudaFuncSetAttribute(forward_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            sizeof(ForwardShared<Traits>)),
   };

@@ -20,6 +20,9 @@ inline constexpr int kConsumerWarps = 8;
 /// Tiles after which sums move from the tensor cores' accumulators into FP32: those drop the low bits of every product,
 /// and of 2,048 keys that made 1.6 % of O (docs/kernels/sm90-forward.md).
 inline constexpr int kTilesBetweenSums = 4;
+/// Of a warp's rows of o, what the copy engine takes at a time.
+inline constexpr int kOutputRows = 16;
+inline constexpr int kOutputBytes = 128;
 /// Pieces of work between the warp that takes them and those that do them.
 inline constexpr int kWorkStages = 3;
 
@@ -55,6 +58,9 @@ struct ForwardParameters {
   CUtensorMap key_map;
   CUtensorMap value_map;
   CUtensorMap scale_map;
+  // Of o and of what rounding takes from it, by 16 rows of a head; of 16-bit types alone.
+  CUtensorMap o_map;
+  CUtensorMap residual_map;
 };
 
 /// Tiles [first, end) of the document, from its first key on; those that a query of the block sees.
@@ -114,7 +120,7 @@ struct ForwardShared {
   Keys keys[Traits::kStages];
   Values values[Traits::kStages];
   Scales scales[Traits::kStages];
-  float4 sums[2][Traits::kOutputs / 4][kWarpgroup];  // Of the consumers' threads, in FP32.
+  alignas(1024) float4 sums[kConsumerWarps][Traits::kOutputs / 4][32];  // Of the consumers' lanes, in FP32.
   float kept[2][2 * static_cast<int>(Kept::count)][kWarpgroup];
   Range ranges[Traits::kStages];
   Work work[kWorkStages];

@@ -94,6 +94,8 @@ class Consumer {
       slot.template advance<kWorkStages>();
       if (last) break;
     }
+    // Before the block's shared memory is another's.
+    if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
 
  private:
@@ -393,9 +395,32 @@ class Consumer {
   template <class Pair>
   __device__ void write(const Work& work);
 
-  /// Through shared memory, where the warp's sums have been: rows of 16 bytes a thread.
+  /// Through shared memory, where the warp's sums have been.
+  struct Rows {
+    void* to;
+    const CUtensorMap* map;  ///< Of `to`.
+    int place;               ///< Of the warp's two, of which the copy engine may still read the other.
+  };
   template <class Pair>
-  __device__ void write_rows(const Work& work, void* rows);
+  __device__ void write_rows(const Work& work, const Rows& rows);
+  /// The same of FP32.
+  __device__ void write_floats(const Work& work);
+
+  /// What a warp has of o: bytes of a row.
+  template <class Pair>
+  static constexpr int kBytesOf = Traits::kValueDims / 2 * static_cast<int>(sizeof(Pair));
+
+  /// Of the warp's rows, those of the item; the first one's first byte.
+  struct Destination {
+    std::byte* to;
+    std::int64_t pitch;
+    int rows;
+    int bytes;
+  };
+  template <class Pair>
+  [[nodiscard]] __device__ Destination destination(const Work& work, void* rows) const;
+
+  [[nodiscard]] __device__ int own_slot() const { return group * 4 + thread / 32; }
 
   /// Of a query of the item.
   [[nodiscard]] __device__ RowRecord* record_of(const Work& work, int query) const;

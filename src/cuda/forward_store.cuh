@@ -23,10 +23,10 @@ __device__ void Consumer<Traits>::rescale() {
 template <class Traits>
 __device__ void Consumer<Traits>::move_sums() {
   if ((flags_ & kMoved) != 0) add_moved();
-  float4* mine = &shared.sums[group][0][thread];
+  float4(*mine)[32] = shared.sums[own_slot()];
 #pragma unroll
   for (int i = 0; i < Traits::kOutputs / 4; ++i) {
-    mine[i * kWarpgroup] = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+    mine[i][lane] = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -38,11 +38,11 @@ __device__ void Consumer<Traits>::move_sums() {
 
 template <class Traits>
 __device__ void Consumer<Traits>::add_moved() {
-  const float4* mine = &shared.sums[group][0][thread];
+  const float4(*mine)[32] = shared.sums[own_slot()];
   const float scale[2] = {kept(Kept::moved, 0), kept(Kept::moved, 1)};
 #pragma unroll
   for (int i = 0; i < Traits::kOutputs / 4; ++i) {
-    const float4 before = mine[i * kWarpgroup];
+    const float4 before = mine[i][lane];
     sums[4 * i] = fmaf(before.x, scale[0], sums[4 * i]);
     sums[4 * i + 1] = fmaf(before.y, scale[0], sums[4 * i + 1]);
     sums[4 * i + 2] = fmaf(before.z, scale[1], sums[4 * i + 2]);
@@ -105,7 +105,7 @@ __device__ void Consumer<Traits>::store(const Work& work) {
   switch (p.dtype) {
     case DType::bf16: return write<__nv_bfloat162>(work);
     case DType::f16: return write<__half2>(work);
-    default: return write_rows<float2>(work, p.o);
+    default: return write_floats(work);
   }
 }
 
@@ -128,7 +128,7 @@ __device__ void Consumer<Traits>::record(const Work& work, const RowEnd (&end)[2
 template <class Traits>
 template <class Pair>
 __device__ void Consumer<Traits>::write(const Work& work) {
-  write_rows<Pair>(work, p.o);
+  write_rows<Pair>(work, {p.o, &p.o_map, 0});
   if (p.workspace.residual == nullptr) return;
 #pragma unroll
   for (int i = 0; i < static_cast<int>(Traits::kOutputs); i += 2) {
@@ -137,64 +137,90 @@ __device__ void Consumer<Traits>::write(const Work& work) {
     sums[i] -= static_cast<float>(two.x);
     sums[i + 1] -= static_cast<float>(two.y);
   }
-  write_rows<Pair>(work, p.workspace.residual);
+  write_rows<Pair>(work, {p.workspace.residual, &p.residual_map, 1});
 }
 
 template <class Traits>
 template <class Pair>
-__device__ void Consumer<Traits>::write_rows(const Work& work, void* rows) {
-  constexpr int kBytes = Traits::kValueDims / 2 * sizeof(Pair);  // Of a row.
-  constexpr int kPlace = 8 * Traits::kOutputs;                   // Of a row's place in the warp's sums,
-  constexpr int kPlaces = 512 / kPlace;                          // of which 512 bytes lie together.
-  constexpr int kChunks = kBytes / 16;
-  constexpr int kRows = 32 / kChunks;  // At a time.
-  static_assert(kBytes <= kPlace && kRows % kPlaces == 0);
-  const int warp = thread / 32;
+__device__ auto Consumer<Traits>::destination(const Work& work, void* rows) const -> Destination {
+  const std::int64_t bytes = std::int64_t{p.sizes.value_dim} / 2 * static_cast<std::int64_t>(sizeof(Pair));
+  const int first = group * 64 + thread / 32 * 16;
+  const std::int64_t place = (std::int64_t{work.item.query_row} + first) * p.sizes.heads + work.head;
+  const std::int64_t before = std::int64_t{work.part} * kBytesOf<Pair>;
+  return {static_cast<std::byte*>(rows) + place * bytes + before, p.sizes.heads * bytes,
+          min(work.item.queries - first, kOutputRows),
+          static_cast<int>(min(bytes - before, std::int64_t{kBytesOf<Pair>}))};
+}
+
+template <class Traits>
+template <class Pair>
+__device__ void Consumer<Traits>::write_rows(const Work& work, const Rows& rows) {
+  constexpr int kChunks = kBytesOf<Pair> / kOutputBytes;
+  constexpr int kChunk = kOutputRows * kOutputBytes;
   // Addresses are not kept for the next item, where they are the same.
   const int at = static_cast<int>(opaque(static_cast<std::uint32_t>(lane)));
-  auto* own = reinterpret_cast<std::byte*>(&shared.sums[group][0][warp * 32]);
-  // Where there is room no two of eight rows share banks.
-  const auto offset = [](int local) {
-    const int apart = kBytes < kPlace ? local % 8 * 16 : 0;
-    return local / kPlaces * static_cast<int>(sizeof shared.sums[0][0]) + local % kPlaces * kPlace + apart;
-  };
+  auto* own = reinterpret_cast<std::byte*>(shared.sums[own_slot()]) + rows.place * kChunks * kChunk;
   __syncwarp();
-  if constexpr (sizeof(Pair) == 4) {
-    // Matrices of eight rows and eight dims, four at a time: both halves of the rows, of 16 dims.
-    const std::uint32_t mine = cute::cast_smem_ptr_to_uint(own + offset(at % 16) + at / 16 * 16);
+  // Matrices of eight rows and eight dims, four at a time: both halves of the rows, of 16 dims. Sixteen bytes lie by an
+  // exclusive or of their row, as the copy engine has it.
+  const std::uint32_t mine = cute::cast_smem_ptr_to_uint(own + at % 16 * kOutputBytes + ((at / 16) ^ (at % 8)) * 16);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(Traits::kOutputs); i += 8) {
-      std::uint32_t four[4];
+  for (int i = 0; i < static_cast<int>(Traits::kOutputs); i += 8) {
+    std::uint32_t four[4];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        round_pair(sums[i + 2 * n], sums[i + 2 * n + 1], reinterpret_cast<Pair&>(four[n]));
-      }
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(mine + 4 * i), "r"(four[0]),
-                   "r"(four[1]), "r"(four[2]), "r"(four[3])
-                   : "memory");
+    for (int n = 0; n < 4; ++n) {
+      round_pair(sums[i + 2 * n], sums[i + 2 * n + 1], reinterpret_cast<Pair&>(four[n]));
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(Traits::kOutputs); i += 2) {
-      auto* mine = own + offset(at / 4 + 8 * row_of(i)) + at % 4 * static_cast<int>(sizeof(Pair));
-      *reinterpret_cast<Pair*>(mine + i / 4 * 4 * sizeof(Pair)) = {sums[i], sums[i + 1]};
-    }
+    const std::uint32_t to = (mine ^ static_cast<std::uint32_t>(4 * i % kOutputBytes)) + 4 * i / kOutputBytes * kChunk;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four[0]),
+                 "r"(four[1]), "r"(four[2]), "r"(four[3])
+                 : "memory");
   }
+  cutlass::arch::fence_view_async_shared();
   __syncwarp();
-  const std::int64_t bytes = std::int64_t{p.sizes.value_dim} / 2 * static_cast<std::int64_t>(sizeof(Pair));
-  const int local = at / kChunks;
-  const int byte = at % kChunks * 16;
-  const int query = group * 64 + warp * 16 + local;
-  const int left = byte < bytes - work.part * kBytes ? work.item.queries - query : 0;
-  const std::int64_t place = (std::int64_t{work.item.query_row} + query) * p.sizes.heads + work.head;
-  auto* out = static_cast<std::byte*>(rows) + place * bytes + work.part * kBytes + byte;
-  const auto* from = own + offset(local) + byte;
+  const int first = group * 64 + thread / 32 * kOutputRows;
+  if (work.item.queries - first >= kOutputRows) {
+    if (at != 0) return;
 #pragma unroll
-  for (int i = 0; i < 16; i += kRows) {
-    if (i < left) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(from + offset(i));
-    out += kRows * p.sizes.heads * bytes;
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      // Beyond value_dim the copy engine writes nothing.
+      cute::SM90_TMA_STORE_3D::copy(rows.map, own + chunk * kChunk, (work.part * kChunks + chunk) * kOutputBytes,
+                                    work.head, work.item.query_row + first);
+    }
+    cute::tma_store_arrive();
+    return;
+  }
+  // Rows beyond the document are another's.
+  const Destination out = destination<Pair>(work, rows.to);
+  constexpr int kLanes = kBytesOf<Pair> / 16;  // Of a row.
+  const int byte = at % kLanes * 16;
+  for (int row = at / kLanes; row < out.rows && byte < out.bytes; row += 32 / kLanes) {
+    const auto* from = own + byte / kOutputBytes * kChunk + row * kOutputBytes + (byte % kOutputBytes ^ row % 8 * 16);
+    *reinterpret_cast<uint4*>(out.to + row * out.pitch + byte) = *reinterpret_cast<const uint4*>(from);
   }
   __syncwarp();  // The next item's sums may be there soon.
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::write_floats(const Work& work) {
+  constexpr int kBytes = kBytesOf<float2>;
+  constexpr int kLanes = kBytes / 16;
+  const int at = static_cast<int>(opaque(static_cast<std::uint32_t>(lane)));
+  auto* own = reinterpret_cast<std::byte*>(shared.sums[own_slot()]);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(Traits::kOutputs); i += 2) {
+    auto* mine = own + (at / 4 + 8 * row_of(i)) * kBytes + i / 4 * 32 + at % 4 * 8;
+    *reinterpret_cast<float2*>(mine) = {sums[i], sums[i + 1]};
+  }
+  __syncwarp();
+  const Destination out = destination<float2>(work, p.o);
+  const int byte = at % kLanes * 16;
+  for (int row = at / kLanes; row < out.rows && byte < out.bytes; row += 32 / kLanes) {
+    *reinterpret_cast<uint4*>(out.to + row * out.pitch + byte) =
+        *reinterpret_cast<const uint4*>(own + row * kBytes + byte);
+  }
+  __syncwarp();
 }
 
 }  // namespace mxflash::cuda
