@@ -388,6 +388,9 @@ class Consumer {
 
   __device__ void store(const Work& work);
 
+  /// A row's outputs by its sum, times 2^unit.
+  __device__ void divide(int r, const RowEnd& end, float unit);
+
   /// LSE and, where a backward follows, the rows' records.
   __device__ void record(const Work& work, const RowEnd (&end)[2]);
 

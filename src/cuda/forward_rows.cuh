@@ -9,8 +9,9 @@ template <class Traits>
 __device__ void Consumer<Traits>::prepare(const Work& work) {
   flags_ = 0;
   bool far = false;
-  // The last item's rows may still be on their way out of where the sums go. All lanes meet below.
-  if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  // The last item's rows may still be on their way out of where the sums go.
+  if (lane == 0) cute::tma_store_wait<0>();
+  __syncwarp();
   constexpr float kNear = 50.0F;  // Then logits and bases are so, and no logit is further than 108 from a base.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

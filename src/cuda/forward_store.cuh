@@ -86,26 +86,45 @@ __device__ void Consumer<Traits>::store(const Work& work) {
     end[r].inverse = end[r].empty ? 0.0F : reciprocal(end[r].sum.value);  // The sums of an empty row are 0.
   }
   if (quad == 0 && work.part == 0) record(work, end);
+  // The sums' units are powers of two, so they may as well multiply what is divided by: but for those that might leave
+  // FP32 with it.
+  bool far = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const RowSum& sum = end[r].sum;
-    const float scale = end[r].poisoned ? NAN : any_pow2(static_cast<int>(fmaxf(sum.unit, -300.0F)));
+    constexpr float kNear = 60.0F;
+    const float unit = fmaxf(end[r].sum.unit, -300.0F);
+    const float near = fminf(fmaxf(unit, -kNear), kNear);
+    far |= near != unit;
+    divide(r, end[r], near);
+    end[r].sum.unit = unit - near;
+  }
+  if (__any_sync(0xFFFFFFFFU, far)) {
 #pragma unroll
-    for (int i = 2 * r; i < static_cast<int>(Traits::kOutputs); i += 4) {
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const float value = sums[i + b];
-        // One step of refinement: a value that is the sum gives 1, not its neighbour.
-        const float first = value * end[r].inverse;
-        const float quotient = fmaf(fmaf(-first, sum.value, value), end[r].inverse, first);
-        sums[i + b] = quotient * scale;
-      }
+    for (int i = 0; i < static_cast<int>(Traits::kOutputs); ++i) {
+      sums[i] *= any_pow2(static_cast<int>(end[row_of(i)].sum.unit));
     }
   }
   switch (p.dtype) {
     case DType::bf16: return write<__nv_bfloat162>(work);
     case DType::f16: return write<__half2>(work);
     default: return write_floats(work);
+  }
+}
+
+template <class Traits>
+__device__ void Consumer<Traits>::divide(int r, const RowEnd& end, float unit) {
+  const float scale = end.poisoned ? NAN : normal_pow2(static_cast<int>(unit));
+  const float inverse = end.inverse * scale;
+  const float sum = end.sum.value * normal_pow2(-static_cast<int>(unit));
+#pragma unroll
+  for (int i = 2 * r; i < static_cast<int>(Traits::kOutputs); i += 4) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const float value = sums[i + b];
+      // One step of refinement: a value that is the sum gives 1, not its neighbour.
+      const float first = value * inverse;
+      sums[i + b] = fmaf(fmaf(-first, sum, value), inverse, first);
+    }
   }
 }
 
