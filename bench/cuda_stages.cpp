@@ -219,6 +219,7 @@ Status measure_backward(const Settings& settings, const Recipe& recipe, const Wo
   // Every backward uses up the work list and what `prepare` has found.
   const auto list = [&] { return cuda::launch_key_schedule(launches->schedule, nullptr); };
   const auto prepare = [&] { return cuda::launch_prepare(launches->prepare, nullptr); };
+  const auto prescale = [&] { return cuda::launch_prescale(launches->prescale, nullptr); };
   const auto backward = [&](bool deterministic, cuda::ScoreScale ds_scale) {
     cuda::BackwardArguments arguments = launches->backward;
     arguments.deterministic = deterministic;
@@ -227,8 +228,9 @@ Status measure_backward(const Settings& settings, const Recipe& recipe, const Wo
   };
   const Result<std::vector<Samples>> samples = time_steps(
       settings, [&] { return cuda::launch_schedule(forward->schedule, nullptr); },  // Its counters are used up.
-      [&] { return cuda::launch_forward(forward->forward, nullptr); }, list, prepare, backward(false, kSquare), list,
-      prepare, backward(true, kSquare), list, prepare, backward(false, kQuery), list, prepare, backward(true, kQuery),
+      [&] { return cuda::launch_forward(forward->forward, nullptr); }, list, prepare, prescale,
+      backward(false, kSquare), list, prepare, prescale, backward(true, kSquare), list, prepare, prescale,
+      backward(false, kQuery), list, prepare, prescale, backward(true, kQuery),
       [&] { return cuda::launch_finish(launches->finish, nullptr); });
   if (!samples) return samples.error();
   if (Status status = cuda::check(*execution); !status) return status;
@@ -240,11 +242,12 @@ Status measure_backward(const Settings& settings, const Recipe& recipe, const Wo
   fmt::print("  forward before a backward {} ms\n", of[1].text());
   fmt::print("  key schedule {} ms\n", of[2].text());
   fmt::print("  prepare  {} ms\n", of[3].text());
-  print("backward", of[4]);
-  print("backward, dQ in order", of[7]);
-  print("backward, dS scaled by query", of[10]);
-  print("backward, dS scaled by query, dQ in order", of[13]);
-  fmt::print("  finish   {} ms\n", of[14].text());
+  if (launches->prescale.sizes.has_prescale()) fmt::print("  prescale {} ms\n", of[4].text());
+  print("backward", of[5]);
+  print("backward, dQ in order", of[9]);
+  print("backward, dS scaled by query", of[13]);
+  print("backward, dS scaled by query, dQ in order", of[17]);
+  fmt::print("  finish   {} ms\n", of[18].text());
   return {};
 }
 

@@ -141,7 +141,7 @@ bool multiplies_codes_backward(const Recipe& recipe) {
          recipe.dv.tokens == recipe.dp.left && recipe.dv.weights == kStaticWeights &&
          recipe.dq.tokens == recipe.s.right && recipe.dk.tokens == recipe.s.left &&
          is_score_gradient(recipe.dq.weights) && recipe.dk.weights == recipe.dq.weights && !recipe.dv.cut &&
-         !recipe.dq.cut && !recipe.dk.cut && recipe.dq_accumulation == DqAccumulation::f32;
+         !recipe.dq.cut && !recipe.dk.cut && recipe.dq_accumulation != DqAccumulation::f16_sequence;
 }
 
 bool runs_on_codes(const ForwardCall& call, const Recipe& recipe) {

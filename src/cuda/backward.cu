@@ -130,15 +130,20 @@ int launch(const BackwardArguments& arguments, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+template <class Sums>
+int launch_dims(const BackwardArguments& arguments, cudaStream_t stream) {
+  switch (arguments.sizes.dims) {
+    case 64: return launch<BackwardTraits64<Sums>>(arguments, stream);
+    case 128: return launch<BackwardTraits128<Sums>>(arguments, stream);
+    default: return launch<BackwardTraits256<Sums>>(arguments, stream);
+  }
+}
+
 }  // namespace
 
 int launch_backward(const BackwardArguments& arguments, void* stream) {
   auto* on = static_cast<cudaStream_t>(stream);
-  switch (arguments.sizes.dims) {
-    case 64: return launch<BackwardTraits64>(arguments, on);
-    case 128: return launch<BackwardTraits128>(arguments, on);
-    default: return launch<BackwardTraits256>(arguments, on);
-  }
+  return arguments.sizes.has_prescale() ? launch_dims<HalfSums>(arguments, on) : launch_dims<FloatSums>(arguments, on);
 }
 
 }  // namespace mxflash::cuda

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "cuda/backward.hpp"
+#include "cuda/backward_sums.cuh"
 #include "cuda/documents.cuh"
 #include "cuda/range.cuh"
 #include "cuda/sm90.cuh"
@@ -23,7 +24,7 @@ inline constexpr int kAdders = 2;         // Threads that add dQ up.
 /// into FP32; as kTilesBetweenSums of the forward.
 inline constexpr int kQueryTilesBetweenSums = 32;
 
-template <int kDimsOf, int kKeyStagesOf, int kQueryStagesOf, class OutAtomOf, class DqAtomOf>
+template <int kDimsOf, int kKeyStagesOf, int kQueryStagesOf, class OutAtomOf, class DqAtomOf, class SumsOf>
 struct BackwardTraits {
   static constexpr int kDims = kDimsOf;                   // Of S and dP.
   static constexpr int kOut = kDims < 128 ? kDims : 128;  // Of dK, dV and dQ.
@@ -40,14 +41,18 @@ struct BackwardTraits {
   using ScoreAtom = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>;
   using OutAtom = OutAtomOf;
   using DqAtom = DqAtomOf;
+  using Sums = SumsOf;  // Of dQ.
 };
 
+template <class Sums>
 using BackwardTraits64 = BackwardTraits<64, 2, 4, cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>,
-                                        cute::SM90::GMMA::MMA_64x32x32_F32E4M3E4M3_SS_TN<>>;
+                                        cute::SM90::GMMA::MMA_64x32x32_F32E4M3E4M3_SS_TN<>, Sums>;
+template <class Sums>
 using BackwardTraits128 = BackwardTraits<128, 2, 2, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
-                                         cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>>;
+                                         cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>, Sums>;
+template <class Sums>
 using BackwardTraits256 = BackwardTraits<256, 1, 1, cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
-                                         cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>>;
+                                         cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>, Sums>;
 
 struct BackwardParameters {
   BackwardArguments a;
@@ -136,7 +141,7 @@ struct BackwardShared {
   alignas(128) QueryTile tiles[Traits::kQueryStages];
   std::int32_t bases[Traits::kQueryStages];  // Of dO, where it is another than the tile's before; else kSameBase.
   alignas(128) KeyScale key_scales[Traits::kKeyStages][kTileRows];
-  alignas(1024) float dq[kQueryTile * Traits::kOut];  // Rows of the sums, see place_of.
+  alignas(1024) typename Traits::Sums::Element dq[kQueryTile * Traits::kOut];  // Rows of the sums, see place_of.
   KeyRows rows[2 * kWarpgroup];
   KeySums sums[kBackwardWarps];
   KeyWork work[Traits::kKeyStages];

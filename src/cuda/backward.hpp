@@ -2,8 +2,9 @@
 // here.
 //
 // schedule: key tiles, longest first.  prepare: dO to codes and D; q, k, dO codes transposed, v codes by rows; one
-// record a tile of queries.  backward: a key tile walks the queries that see it; dK and dV stay with it, dQ is added up
-// in FP32.  finish: dQ is rotated back and rounded, and dK where the kernel's dims are more than 128.
+// record a tile of queries.  prescale, where dQ adds up in FP16: the power of two before each row.  backward: a key tile
+// walks the queries that see it; dK and dV stay with it, dQ is added up.  finish: dQ is rotated back and rounded, and dK
+// where the kernel's dims are more than 128.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 
 #include "cuda/kernels.hpp"
 #include "cuda/layout.hpp"
+#include "mxflash/recipe.hpp"
 
 namespace mxflash::cuda {
 
@@ -24,6 +26,7 @@ struct BackwardSizes {
   Sizes forward;
   std::int32_t dims = 0;
   std::int32_t parts = 1;
+  DqAccumulation dq_accumulation = DqAccumulation::f32;  ///< Or f16_causal.
 
   /// Slot of block b of 64 queries of document d: cu_seqlens_q[d] / 64 + d + b.
   [[nodiscard]] constexpr std::int64_t query_slots() const {
@@ -33,6 +36,17 @@ struct BackwardSizes {
   [[nodiscard]] constexpr std::int64_t query_columns() const {
     return (forward.tokens_q + std::int64_t{forward.documents} * kColumnStep + kTileRows - 1) / kTileRows * kTileRows +
            2 * std::int64_t{kTileRows};
+  }
+  [[nodiscard]] constexpr bool has_prescale() const { return dq_accumulation == DqAccumulation::f16_causal; }
+  /// Bytes of a number of BackwardWorkspace::dq_sums.
+  [[nodiscard]] constexpr std::size_t dq_bytes() const { return has_prescale() ? 2 : sizeof(float); }
+  /// Of BackwardWorkspace::prescale: a tile of queries may end beyond the last row.
+  [[nodiscard]] constexpr std::int64_t prescale_rows() const {
+    return has_prescale() ? forward.heads * forward.rows_q() + kQueryTile : 0;
+  }
+  /// Of BackwardWorkspace::tile_most.
+  [[nodiscard]] constexpr std::int64_t most_tiles() const {
+    return has_prescale() ? forward.kv_heads * forward.tile_slots() : 0;
   }
 };
 
@@ -62,6 +76,16 @@ struct DoutRecord {
   float factor = 0;  ///< 2^(exponent of dO); NaN: poisoned
   float delta = 0;   ///< D - dLSE
 };
+
+/// Of keys up to one of them, what a row of dQ is bounded by: the largest |V|_2 and |K|_inf as quantized, times kMostUnit.
+struct KeyMost {
+  float value;
+  float key;
+};
+/// Norms of 256 numbers leave FP32 above, and exponents of -127 below: between them there is room.
+inline constexpr float kMostUnit = 0x1p-5F;
+/// Powers of two before a row of dQ are held at these. Beyond, what is multiplied has left FP32 itself.
+inline constexpr std::int32_t kMostPrescale = 250;
 
 /// A tile of 128 keys of one document and the queries that see one of them.
 struct alignas(16) KeyItem {
@@ -166,11 +190,16 @@ struct BackwardWorkspace {
   std::uint8_t* query_columns = nullptr;  ///< E4M3 [heads, dims, query_columns]
   std::uint8_t* key_columns = nullptr;    ///< E4M3 [kv_heads, dims, columns]
   std::uint8_t* value_rows = nullptr;     ///< E4M3 [kv_heads, rows_k, dims], and 128 rows of anything
-  /// [heads, rows_q, dims] by place_of. Rows that see no key hold anything where dQ adds up in order, and zeros else.
-  float* dq_sums = nullptr;
+  /// FP32 or FP16 [heads, rows_q, dims] by place_of. Rows that see no key hold anything where dQ adds up in order, and
+  /// zeros else.
+  void* dq_sums = nullptr;
   float* dk_sums = nullptr;  ///< [kv_heads, rows_k, dims]; of BackwardSizes::parts more than 1 alone
   /// [blocks, scratch_bytes()]: sums of dK and dV on their way from the tensor cores' accumulators.
   std::byte* scratch = nullptr;
+  // Of FP16 sums of dQ alone:
+  std::int32_t* prescale = nullptr;  ///< [heads, rows_q], and 64 of anything: p, and the sums are 2^p times dQ.
+  KeyMost* key_most = nullptr;       ///< [kv_heads, tile_slots, 128]: of the tile's keys up to each.
+  KeyMost* tile_most = nullptr;      ///< [kv_heads, tile_slots]: of the tile's own.
 };
 
 /// Where dim `dim` of a row of dq_sums lies in it: eight rows that are written together lie in different banks.
@@ -212,6 +241,21 @@ struct PrepareArguments {
 };
 
 int launch_prepare(const PrepareArguments& arguments, void* stream);
+
+struct PrescaleArguments {
+  BackwardSizes sizes;
+  Offsets offsets;
+  Band band;
+  Workspace saved;
+  BackwardWorkspace workspace;
+  const float* dlse = nullptr;
+  std::int64_t dlse_token_stride = 0;
+  std::int64_t dlse_head_stride = 0;
+  float scale = 0;  ///< As PrepareArguments::scale.
+};
+
+/// After `prepare`; nothing unless dQ adds up in FP16.
+int launch_prescale(const PrescaleArguments& arguments, void* stream);
 
 /// What shares a scale of dS on its way to dQ: 32 queries and a tile's keys, or a query and these.
 enum class ScoreScale : std::uint8_t { square, query };

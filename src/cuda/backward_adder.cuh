@@ -30,6 +30,8 @@ class QueryAdder {
   }
 
  private:
+  using Element = typename Traits::Sums::Element;
+
   [[nodiscard]] __device__ std::int32_t group() const { return p.sizes.forward.heads / p.sizes.forward.kv_heads; }
 
   __device__ void add(const KeyWork& work, std::int32_t head, std::int32_t tile) {
@@ -58,7 +60,7 @@ class QueryAdder {
 
   __device__ void give(const KeyWork& work, const Spot& at) const {
     const std::int32_t rows = min(kQueryTile, work.item.queries - at.first);
-    float* to = p.workspace.dq_sums + work.part * Traits::kOut +
+    auto* to = static_cast<Element*>(p.workspace.dq_sums) + work.part * Traits::kOut +
                 (at.head * p.sizes.forward.rows_q() + work.item.query_row + at.first) * Traits::kDims;
     if constexpr (Traits::kDims == Traits::kOut) {
       give(to, shared.dq, rows * Traits::kOut, at.sum);
@@ -70,16 +72,14 @@ class QueryAdder {
     }
   }
 
-  static __device__ void give(float* to, const float* from, std::int32_t count, Sum sum) {
+  static __device__ void give(Element* to, const Element* from, std::int32_t count, Sum sum) {
     const std::uint32_t place = cute::cast_smem_ptr_to_uint(from);
-    const auto bytes = count * static_cast<std::int32_t>(sizeof(float));
+    const auto bytes = count * static_cast<std::int32_t>(sizeof(Element));
     if (sum == Sum::first) {
       asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(place), "r"(bytes)
                    : "memory");
     } else {
-      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(place),
-                   "r"(bytes)
-                   : "memory");
+      Traits::Sums::add(to, place, bytes);
     }
   }
 

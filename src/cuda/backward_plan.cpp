@@ -35,9 +35,12 @@ BackwardWorkspace backward_workspace_at(void* base, const BackwardLayout& layout
   place(work.query_columns, layout.query_columns);
   place(work.key_columns, layout.key_columns);
   place(work.value_rows, layout.value_rows);
-  place(work.dq_sums, layout.dq_sums);
+  work.dq_sums = place.workspace + layout.dq_sums;
   place(work.dk_sums, layout.dk_sums);
   place(work.scratch, layout.scratch);
+  place(work.prescale, layout.prescale);
+  place(work.key_most, layout.key_most);
+  place(work.tile_most, layout.tile_most);
   return work;
 }
 
@@ -72,8 +75,15 @@ void take_operands(const BackwardSizes& sizes, Planner& planner, BackwardLayout&
   layout.query_columns = planner.take(heads * dims * query_columns);
   layout.key_columns = planner.take(kv_heads * dims * static_cast<std::size_t>(of.columns()));
   layout.value_rows = planner.take((kv_heads * rows_k + kTileRows) * dims);
-  layout.dq_sums = planner.take(heads * rows_q * dims * sizeof(float));
+  layout.dq_sums = planner.take(heads * rows_q * dims * sizes.dq_bytes());
   layout.dk_sums = planner.take(sizes.parts > 1 ? kv_heads * rows_k * dims * sizeof(float) : 0);
+}
+
+void take_prescale(const BackwardSizes& sizes, Planner& planner, BackwardLayout& layout) {
+  const auto tiles = static_cast<std::size_t>(sizes.most_tiles());
+  layout.prescale = planner.take(static_cast<std::size_t>(sizes.prescale_rows()) * sizeof(std::int32_t));
+  layout.key_most = planner.take(tiles * kTileRows * sizeof(KeyMost));
+  layout.tile_most = planner.take(tiles * sizeof(KeyMost));
 }
 
 Result<std::int64_t> processor_count() {
@@ -152,10 +162,10 @@ Status check_saved(const BackwardCall& call, std::size_t bytes, const Execution&
 
 }  // namespace
 
-BackwardSizes backward_sizes(const Sizes& forward) {
+BackwardSizes backward_sizes(const Sizes& forward, DqAccumulation dq_accumulation) {
   const std::int32_t most = std::max(forward.head_dim, forward.value_dim);
   const std::int32_t dims = most <= 64 ? 64 : most <= 128 ? 128 : 256;
-  return {forward, dims, dims <= 128 ? 1 : 2};
+  return {forward, dims, dims <= 128 ? 1 : 2, dq_accumulation};
 }
 
 Result<BackwardLayout> plan_backward(const BackwardSizes& sizes, std::int64_t processors) {
@@ -166,6 +176,7 @@ Result<BackwardLayout> plan_backward(const BackwardSizes& sizes, std::int64_t pr
   take_items(sizes, *sort_bytes, planner, layout);
   take_operands(sizes, planner, layout);
   layout.scratch = planner.take(static_cast<std::size_t>(processors) * scratch_bytes(sizes));
+  take_prescale(sizes, planner, layout);
   layout.bytes = planner.end();
   return layout;
 }
@@ -174,7 +185,7 @@ Result<std::size_t> backward_bytes(const Sizes& forward, const Recipe& recipe) {
   if (!multiplies_codes_backward(recipe)) return plan_gradients(forward, recipe).bytes;
   const Result<std::int64_t> processors = processor_count();
   if (!processors.ok()) return processors.error();
-  const Result<BackwardLayout> layout = plan_backward(backward_sizes(forward), *processors);
+  const Result<BackwardLayout> layout = plan_backward(backward_sizes(forward, recipe.dq_accumulation), *processors);
   if (!layout.ok()) return layout.error();
   return layout->bytes;
 }
@@ -195,7 +206,7 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
   }
   const Result<std::int64_t> processors = processor_count();
   if (!processors.ok()) return processors.error();
-  const BackwardSizes sizes = backward_sizes(*forward);
+  const BackwardSizes sizes = backward_sizes(*forward, recipe.dq_accumulation);
   const Result<BackwardLayout> layout = plan_backward(sizes, *processors);
   if (!layout.ok()) return layout.error();
 
@@ -217,6 +228,15 @@ Result<BackwardLaunches> prepare_backward(const BackwardCall& call, const Recipe
                       dlse.stride[0],
                       dlse.stride[1],
                       common.scale};
+  launches.prescale = {sizes,
+                       common.offsets,
+                       common.band,
+                       saved,
+                       work,
+                       launches.prepare.dlse,
+                       launches.prepare.dlse_token_stride,
+                       launches.prepare.dlse_head_stride,
+                       common.scale};
   launches.backward = {sizes,
                        common.band,
                        saved,

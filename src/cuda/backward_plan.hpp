@@ -32,6 +32,9 @@ struct BackwardLayout {
   std::size_t dq_sums = 0;
   std::size_t dk_sums = 0;
   std::size_t scratch = 0;
+  std::size_t prescale = 0;
+  std::size_t key_most = 0;
+  std::size_t tile_most = 0;
   std::size_t bytes = 0;
 };
 
@@ -39,13 +42,14 @@ struct BackwardLayout {
 struct BackwardLaunches {
   KeyScheduleArguments schedule;
   PrepareArguments prepare;
+  PrescaleArguments prescale;
   BackwardArguments backward;
   FinishArguments finish;
   /// Instead of all of these, where BF16 products run the recipe.
   std::optional<EmbedBackwardLaunches> embedded = std::nullopt;
 };
 
-BackwardSizes backward_sizes(const Sizes& forward);
+BackwardSizes backward_sizes(const Sizes& forward, DqAccumulation dq_accumulation);
 /// For as many blocks of the kernel as the device has processors.
 Result<BackwardLayout> plan_backward(const BackwardSizes& sizes, std::int64_t processors);
 /// Of the workspace, on the current device.

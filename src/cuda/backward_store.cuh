@@ -100,21 +100,22 @@ __device__ void KeyConsumer<Traits>::move(const float (&sums)[Traits::kSums], fl
 
 template <class Traits>
 __device__ void KeyConsumer<Traits>::give_queries(std::int32_t first_row, const float (&scale)[2]) {
-  // Bytes of a row. Eight dims are 32, and nothing but what place_of says touches the three bits above these: so one
-  // exclusive or leads from a place to another.
-  constexpr int kPitch = Traits::kOut * static_cast<int>(sizeof(float));
+  // Bytes, of a row and of eight dims. Nothing but what place_of says touches the three bits above those of eight dims:
+  // so one exclusive or leads from a place to another.
+  using Sums = typename Traits::Sums;
+  constexpr int kElement = sizeof(typename Sums::Element);
+  constexpr int kPitch = Traits::kOut * kElement;
+  constexpr int kEight = 8 * kElement;
   const int own = 16 * warp() + lane() / 4;
   const int row = first_row + own;  // Tiles and rows eight apart: the same places.
-  const int place = group() * (kPitch / 2) ^ row % 8 * 32;
-  const std::uint32_t to = cute::cast_smem_ptr_to_uint(shared.dq) + own * kPitch + place + quad() * 8;
+  const int place = group() * (kPitch / 2) ^ row % 8 * kEight;
+  const std::uint32_t to = cute::cast_smem_ptr_to_uint(shared.dq) + own * kPitch + place + quad() * 2 * kElement;
 #pragma unroll
   for (int k = 0; k < static_cast<int>(Traits::kDqSums) / 4; ++k) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float* sums = dq + 4 * k + 2 * r;
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((to ^ 32 * k) + 8 * r * kPitch), "f"(sums[0] * scale[r]),
-                   "f"(sums[1] * scale[r])
-                   : "memory");
+      Sums::store((to ^ kEight * k) + 8 * r * kPitch, sums[0] * scale[r], sums[1] * scale[r]);
     }
   }
 }

@@ -94,6 +94,8 @@ Status backward(const BackwardCall& call, const Recipe& recipe, const Execution&
   if (!status.ok() || (sizes.tokens_q == 0 && sizes.tokens_k == 0)) return status;
   status = launched(launch_prepare(launches->prepare, stream), "quantizing for the backward");
   if (!status.ok()) return status;
+  status = launched(launch_prescale(launches->prescale, stream), "the powers of two before dQ");
+  if (!status.ok()) return status;
   status = launched(launch_backward(launches->backward, stream), "the backward");
   if (!status.ok()) return status;
   return launched(launch_finish(launches->finish, stream), "rounding the gradients");

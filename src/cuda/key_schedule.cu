@@ -68,7 +68,7 @@ cudaError_t clear(const KeyScheduleArguments& a, cudaStream_t stream) {
   }
   // In order, the first sum of a tile is stored, not added.
   if (a.deterministic) return cudaSuccess;
-  return cudaMemsetAsync(a.workspace.dq_sums, 0, sums * sizeof(float), stream);
+  return cudaMemsetAsync(a.workspace.dq_sums, 0, sums * a.sizes.dq_bytes(), stream);
 }
 
 }  // namespace

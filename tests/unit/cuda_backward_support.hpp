@@ -6,13 +6,37 @@
 
 namespace mxflash::test {
 
-/// What the engine claims to run backward, at both levels of causality. MXFLASH_TEST_RECIPE: that one alone.
+/// A recipe of E4M3 codes whose dQ adds up in FP16.
+inline Recipe with_half_sums(Recipe recipe) {
+  recipe.name += "-half-sums";
+  recipe.dq_accumulation = DqAccumulation::f16_causal;
+  recipe.claims = derive_claims(recipe);
+  EXPECT_TRUE(validate(recipe).ok()) << recipe.name;
+  return recipe;
+}
+
+/// Every recipe of the catalogue, at both levels of causality, and those on codes with FP16 sums of dQ.
+inline std::vector<Recipe> every_recipe_and_half_sums() {
+  std::vector<Recipe> all = every_recipe();
+  for (const Recipe& recipe : every_recipe()) {
+    if (cuda::multiplies_codes_backward(recipe)) all.push_back(with_half_sums(recipe));
+  }
+  return all;
+}
+
+/// How far dQ added up in another order may be, as relative_l2.
+inline double order_noise(const Recipe& recipe) {
+  return recipe.dq_accumulation == DqAccumulation::f32 ? 1e-5 : 1e-3;
+}
+
+/// What the engine claims to run backward. MXFLASH_TEST_RECIPE: that one alone.
 inline std::vector<Recipe> backward_recipes() {
   std::vector<Recipe> all;
-  for (const Recipe& recipe : every_recipe()) {
+  for (const Recipe& recipe : every_recipe_and_half_sums()) {
     if (cuda::supports_backward(recipe).ok()) all.push_back(recipe);
   }
-  for (const std::string_view name : {"mxfp8", "mxfp8-exact", "mxfp8-tokenblock"}) {
+  for (const std::string_view name :
+       {"mxfp8", "mxfp8-exact", "mxfp8-tokenblock", "mxfp8-half-sums", "mxfp8-exact-half-sums"}) {
     EXPECT_TRUE(std::ranges::any_of(all, [&](const Recipe& recipe) { return recipe.name == name; })) << name;
   }
   const char* one = std::getenv("MXFLASH_TEST_RECIPE");
@@ -26,7 +50,7 @@ inline std::vector<Recipe> backward_recipes() {
 inline Status asked_for_backward() {
   const char* one = std::getenv("MXFLASH_TEST_RECIPE");
   if (one == nullptr) return {};
-  const std::vector<Recipe> all = every_recipe();
+  const std::vector<Recipe> all = every_recipe_and_half_sums();
   const auto found = std::ranges::find_if(all, [&](const Recipe& recipe) { return recipe.name == one; });
   return found == all.end() ? Status{} : cuda::supports_backward(*found);
 }

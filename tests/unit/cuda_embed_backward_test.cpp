@@ -210,7 +210,6 @@ std::vector<Recipe> recipes_of_ones_own() {
                     }
                     by_chance({&r.dp.right, &r.dk.tokens});
                   }),
-          changed("mxfp8", "half-sums", [](Recipe& r) { r.dq_accumulation = DqAccumulation::f16_causal; }),
           changed("fp4", "half-sums-of-4-bits", [](Recipe& r) { r.dq_accumulation = DqAccumulation::f16_sequence; }),
           changed("mxfp4-diagonal", "half-sums-of-cut-tiles",
                   [](Recipe& r) { r.dq_accumulation = DqAccumulation::f16_causal; }),

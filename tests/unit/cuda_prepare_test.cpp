@@ -75,7 +75,9 @@ class Tables {
     take(work.query_columns, columns);
     take(work.key_columns, f.columns() * f.kv_heads * sizes.dims);
     take(work.value_rows, (f.rows_k() * f.kv_heads + 128) * sizes.dims);
-    take(work.dq_sums, queries * sizes.dims);
+    float* dq_sums = nullptr;
+    take(dq_sums, queries * sizes.dims);
+    work.dq_sums = dq_sums;
     take(work.dk_sums, f.rows_k() * f.kv_heads * sizes.dims);
   }
 
@@ -197,7 +199,7 @@ void expect_schedule(const Case& c, const std::string& where) {
     EXPECT_EQ(next[d], (documents[d].k_length + 127) / 128 * 128) << where << ", document " << d;
   }
   EXPECT_TRUE(std::ranges::all_of(tables.read(tables.work.turns), [](auto turn) { return turn == 0; })) << where;
-  EXPECT_TRUE(std::ranges::all_of(tables.read(tables.work.dq_sums), [](float sum) { return sum == 0; })) << where;
+  EXPECT_TRUE(std::ranges::all_of(tables.read(static_cast<const float*>(tables.work.dq_sums)), [](float sum) { return sum == 0; })) << where;
   const Tables in_order(saved.sizes);
   saved.schedule(in_order, true);
   EXPECT_TRUE(in_order.untouched(in_order.work.dq_sums)) << where;
@@ -670,7 +672,7 @@ TEST_F(CudaPrepare, SumsAreRotatedBackAndRounded) {
     cuda::Workspace saved_work = saved.work;
     saved_work.rows = reinterpret_cast<cuda::RowRecord*>(records.get());
     cuda::BackwardWorkspace work = tables.work;
-    work.dq_sums = reinterpret_cast<float*>(on_device[0].get());
+    work.dq_sums = on_device[0].get();
     work.dk_sums = reinterpret_cast<float*>(on_device[1].get());
     const Guarded dq(c.q.data.size(), 0xFF);
     const Guarded dk(c.k.data.size(), 0xFF);

@@ -58,7 +58,7 @@ TEST(CudaEngine, HasTheBackwardOfMostRecipes) {
   EXPECT_TRUE(changed_to([](Recipe& r) { r.dv.weights.block = Block::channel32(); }).ok());
   EXPECT_TRUE(changed_to([](Recipe& r) { r.dk.tokens.encoding = Encoding::bf16; }).ok());
   EXPECT_TRUE(changed_to([](Recipe& r) { r.dq.weights.rounding = Rounding::stochastic; }).ok());
-  EXPECT_TRUE(changed_to([](Recipe& r) { r.dq_accumulation = DqAccumulation::f16_causal; }).ok());
+  EXPECT_TRUE(changed_to([](Recipe& r) { r.dq_accumulation = DqAccumulation::f16_sequence; }).ok());
   EXPECT_TRUE(changed_to([](Recipe& r) { r.dq.cut = WeightPair{r.dq.weights, {.encoding = Encoding::bf16}}; }).ok());
   // What no kernel runs.
   const Status status = changed_to([](Recipe& r) { r.dp.right.block = Block::tensor(); });
