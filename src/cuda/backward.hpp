@@ -2,9 +2,9 @@
 // here.
 //
 // schedule: key tiles, longest first.  prepare: dO to codes and D; q, k, dO codes transposed, v codes by rows; one
-// record a tile of queries.  prescale, where dQ adds up in FP16: the power of two before each row.  backward: a key tile
-// walks the queries that see it; dK and dV stay with it, dQ is added up.  finish: dQ is rotated back and rounded, and dK
-// where the kernel's dims are more than 128.
+// record a tile of queries.  prescale, where dQ adds up in FP16: the power of two before each row.  backward: a key
+// tile walks the queries that see it; dK and dV stay with it, dQ is added up.  finish: dQ is rotated back and rounded,
+// and dK where the kernel's dims are more than 128.
 #pragma once
 
 #include <algorithm>
@@ -77,7 +77,8 @@ struct DoutRecord {
   float delta = 0;   ///< D - dLSE
 };
 
-/// Of keys up to one of them, what a row of dQ is bounded by: the largest |V|_2 and |K|_inf as quantized, times kMostUnit.
+/// Of keys up to one of them, what a row of dQ is bounded by: the largest |V|_2 and |K|_inf as quantized, times
+/// kMostUnit.
 struct KeyMost {
   float value;
   float key;

@@ -61,7 +61,7 @@ class QueryAdder {
   __device__ void give(const KeyWork& work, const Spot& at) const {
     const std::int32_t rows = min(kQueryTile, work.item.queries - at.first);
     auto* to = static_cast<Element*>(p.workspace.dq_sums) + work.part * Traits::kOut +
-                (at.head * p.sizes.forward.rows_q() + work.item.query_row + at.first) * Traits::kDims;
+               (at.head * p.sizes.forward.rows_q() + work.item.query_row + at.first) * Traits::kDims;
     if constexpr (Traits::kDims == Traits::kOut) {
       give(to, shared.dq, rows * Traits::kOut, at.sum);
     } else {

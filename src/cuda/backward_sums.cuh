@@ -47,8 +47,8 @@ struct HalfSums {
       }
     }
 
-    /// Powers of two: what leaves FP32 above is held, since zeros may be multiplied by it; below, the product is nothing
-    /// in FP16.
+    /// Powers of two: what leaves FP32 above is held, since zeros may be multiplied by it; below, the product is
+    /// nothing in FP16.
     __device__ void raise(float (&scale)[2]) const {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {

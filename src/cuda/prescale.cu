@@ -1,6 +1,7 @@
 // The powers of two before FP16 sums of dQ. A block reads the transposed codes of 128 tokens, four neighbours a lane,
-// its warps the dims in turns: of a tile's keys it leaves the largest norms up to each, of queries what bounds their dQ.
-// Nothing but keys that a row sees enters its bound, and every token's numbers add up in the same order wherever it is.
+// its warps the dims in turns: of a tile's keys it leaves the largest norms up to each, of queries what bounds their
+// dQ. Nothing but keys that a row sees enters its bound, and every token's numbers add up in the same order wherever it
+// is.
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
@@ -92,7 +93,8 @@ __device__ KeyMost most_to_lane(KeyMost own) {
 /// Of a key; a poisoned K or V takes no part.
 __device__ KeyMost key_most(const KeyScale& scale, float norm, float most) {
   KeyMost out{};
-  if (scale.value_exponent != kPoisonedValue) out.value = scalbnf(norm * kMostUnit, static_cast<int>(scale.value_exponent));
+  if (scale.value_exponent != kPoisonedValue)
+    out.value = scalbnf(norm * kMostUnit, static_cast<int>(scale.value_exponent));
   if (scale.factor == scale.factor) out.key = most * kMostUnit * scale.factor;
   return out;
 }
@@ -164,14 +166,14 @@ __global__ void __launch_bounds__(kThreads) prescale_kernel(const PrescaleArgume
   if (a.saved.costs[slot] == 0) return;
   const Item item = a.saved.items[slot];
   const std::int64_t pitch = a.sizes.query_columns();
-  const std::int32_t column =
-      first_column(a.offsets.q, item.document) + item.query_row - a.offsets.q[item.document];
+  const std::int32_t column = first_column(a.offsets.q, item.document) + item.query_row - a.offsets.q[item.document];
   square({a.workspace.dout_columns + std::int64_t{head} * a.sizes.dims * pitch + column, pitch, sizes.value_dim, 0},
          squares);
   // Ends of what rows see rise by one at most: all lie in one tile or in the next.
   const std::int64_t end_of_first = std::int64_t{item.first_position} + a.band.right + 1;
   const auto first_end = static_cast<std::int32_t>(min(max(end_of_first, std::int64_t{1}), std::int64_t{item.keys}));
-  const std::int32_t whole = (max(first_end, 1) - 1) / kTileRows;  // Tiles that every row that sees a key sees the end of.
+  const std::int32_t whole =
+      (max(first_end, 1) - 1) / kTileRows;  // Tiles that every row that sees a key sees the end of.
   const std::int32_t kv_head = head / (sizes.heads / sizes.kv_heads);
   const std::int64_t first_tile = kv_head * sizes.tile_slots() + item.first_tile;
   const KeyMost before = most_of_tiles(a.workspace.tile_most + first_tile, whole);

@@ -42,10 +42,10 @@ cuda::DeviceMemory uploaded(const std::vector<T>& values) {
   return uploaded(std::as_bytes(std::span(values)));
 }
 
-cuda::BackwardSizes backward_sizes(const cuda::Sizes& forward) {
+cuda::BackwardSizes backward_sizes(const cuda::Sizes& forward, DqAccumulation dq_accumulation) {
   const std::int32_t most = std::max(forward.head_dim, forward.value_dim);
   const std::int32_t dims = most <= 64 ? 64 : most <= 128 ? 128 : 256;
-  return {forward, dims, dims > 128 ? 2 : 1};
+  return {forward, dims, dims > 128 ? 2 : 1, dq_accumulation};
 }
 
 /// The arrays of a backward, each guarded, all bytes 0xFF before: NaN as E4M3 and as FP32.
@@ -79,6 +79,10 @@ class Tables {
     take(dq_sums, queries * sizes.dims);
     work.dq_sums = dq_sums;
     take(work.dk_sums, f.rows_k() * f.kv_heads * sizes.dims);
+    if (!sizes.has_prescale()) return;
+    take(work.prescale, sizes.prescale_rows());
+    take(work.key_most, sizes.most_tiles() * cuda::kTileRows);
+    take(work.tile_most, sizes.most_tiles());
   }
 
   template <class T>
@@ -118,7 +122,7 @@ struct Saved {
     const Result<cuda::Launches> made = cuda::prepare(device.call, recipe, device.execution);
     EXPECT_TRUE(made.ok());
     launches = *made;
-    sizes = backward_sizes(launches.schedule.sizes);
+    sizes = backward_sizes(launches.schedule.sizes, recipe.dq_accumulation);
     work = launches.schedule.workspace;
   }
   Saved(const Case& c, const Recipe& recipe) : Saved(c, recipe, test::offsets_of(c.problem.packing)) {}
@@ -199,7 +203,9 @@ void expect_schedule(const Case& c, const std::string& where) {
     EXPECT_EQ(next[d], (documents[d].k_length + 127) / 128 * 128) << where << ", document " << d;
   }
   EXPECT_TRUE(std::ranges::all_of(tables.read(tables.work.turns), [](auto turn) { return turn == 0; })) << where;
-  EXPECT_TRUE(std::ranges::all_of(tables.read(static_cast<const float*>(tables.work.dq_sums)), [](float sum) { return sum == 0; })) << where;
+  EXPECT_TRUE(std::ranges::all_of(tables.read(static_cast<const float*>(tables.work.dq_sums)), [](float sum) {
+    return sum == 0;
+  })) << where;
   const Tables in_order(saved.sizes);
   saved.schedule(in_order, true);
   EXPECT_TRUE(in_order.untouched(in_order.work.dq_sums)) << where;
@@ -293,6 +299,10 @@ struct Prepared {
     arguments.dlse_head_stride = 1;
     arguments.scale = kScale;
     EXPECT_EQ(cuda::launch_prepare(arguments, nullptr), 0);
+    EXPECT_EQ(cuda::launch_prescale({saved.sizes, arguments.offsets, saved.launches.schedule.band, work, tables.work,
+                                     arguments.dlse, arguments.dlse_token_stride, arguments.dlse_head_stride, kScale},
+                                    nullptr),
+              0);
     tables.expect_intact("after prepare");  // Waits for it.
   }
 };
@@ -586,6 +596,115 @@ TEST_F(CudaPrepare, CodesOfRealLayersAreTheReferences) {
   }
 }
 
+// ---- The powers of two before FP16 sums ----
+
+/// Largest norms of the keys of a document up to each, in double; poisoned ones take no part.
+struct KeyNorms {
+  std::vector<double> value{0};
+  std::vector<double> key{0};
+
+  KeyNorms(const Document& document, const Quantized& v, const Quantized& k, std::int64_t head) {
+    for (std::int64_t token = document.k_begin; token < document.k_begin + document.k_length; ++token) {
+      value.push_back(std::max(value.back(), norm_of(v, token * v.shape[1] + head)));
+      const auto row = static_cast<std::size_t>(token * k.shape[1] + head);
+      double most = 0;
+      for (std::size_t d = 0; d < static_cast<std::size_t>(k.shape[2]) && k.poisoned[row] == 0; ++d) {
+        const float number = k.values[row * static_cast<std::size_t>(k.shape[2]) + d];
+        most = std::max(most, std::ldexp(std::fabs(static_cast<double>(number)), k.exponents[row]));
+      }
+      key.push_back(std::max(key.back(), most));
+    }
+  }
+
+  static double norm_of(const Quantized& of, std::int64_t row) {
+    const auto at = static_cast<std::size_t>(row);
+    if (of.poisoned[at] != 0) return 0;
+    double sum = 0;
+    for (std::size_t d = 0; d < static_cast<std::size_t>(of.shape[2]); ++d) {
+      const double number = of.values[at * static_cast<std::size_t>(of.shape[2]) + d];
+      sum += number * number;
+    }
+    return std::ldexp(std::sqrt(sum), of.exponents[at]);
+  }
+};
+
+/// p of a row whose bound is this; near a power of two either neighbour.
+void expect_prescale(std::int32_t got, double bound, const std::string& where) {
+  if (!(bound > 0) || std::isinf(bound)) {
+    EXPECT_EQ(got, 0) << where;
+    return;
+  }
+  const double octave = std::log2(bound);
+  const auto held = [](double p) {
+    constexpr double kMost = cuda::kMostPrescale;
+    return static_cast<std::int32_t>(std::clamp(14 - p, -kMost, kMost));
+  };
+  const bool is_near = std::fabs(octave - std::round(octave)) < 1e-5;
+  EXPECT_GE(got, held(std::ceil(octave + (is_near ? 1e-5 : 0)))) << where << ", bound " << bound;
+  EXPECT_LE(got, held(std::ceil(octave - (is_near ? 1e-5 : 0)))) << where << ", bound " << bound;
+}
+
+void expect_prescales(const Prepared& p, const Recipe& recipe, const std::string& where) {
+  const Case& c = p.c;
+  const Quantized k = reference(c.k, c, {recipe.s.right, Side::key, rotates(recipe, c.q.shape[2])});
+  const Quantized v = reference(c.v, c, {recipe.o.tokens, Side::key, false});
+  const Quantized dout = reference(c.dout, c, {recipe.dp.left, Side::query, false});
+  const std::vector<std::int32_t> got = p.tables.read(p.tables.work.prescale);
+  const std::int64_t heads = c.q.shape[1];
+  std::int64_t some = 0;
+  for (const Document& document : c.problem.packing.documents()) {
+    for (std::int64_t head = 0; head < heads; ++head) {
+      const KeyNorms norms(document, v, k, head / (heads / c.k.shape[1]));
+      for (std::int64_t query = 0; query < document.q_length; ++query) {
+        const std::int64_t token = document.q_begin + query;
+        const std::int64_t row = token * heads + head;
+        const KeyRange range = visible_keys(document, c.problem.mask, query);
+        const auto end = static_cast<std::size_t>(range.empty() ? 0 : range.end);
+        const double dlse = c.dlse ? std::fabs(static_cast<double>(c.dlse->at(row))) : 0;
+        const bool poisoned = dout.poisoned[static_cast<std::size_t>(row)] != 0;
+        const double scale = std::fabs(static_cast<double>(kScale)) * norms.key[end];
+        const double bound = poisoned ? NAN : scale * (2 * KeyNorms::norm_of(dout, row) * norms.value[end] + dlse);
+        const std::int32_t own = got[static_cast<std::size_t>(head * p.saved.sizes.forward.rows_q() + token)];
+        expect_prescale(own, bound, fmt::format("{} [{}, {}]", where, token, head));
+        some += own != 0 ? 1 : 0;
+      }
+    }
+  }
+  EXPECT_GT(some, c.q.shape[0]) << where << ": hardly a row has a bound";
+}
+
+TEST_F(CudaPrepare, PowersOfTwoBeforeHalfSums) {
+  for (const char* name : {"mxfp8", "mxfp8-tokenblock"}) {
+    Recipe recipe = test::recipe_named(name);
+    recipe.dq_accumulation = DqAccumulation::f16_causal;
+    for (const auto& [dims, value_dims] : {std::pair{128, 128}, {64, 64}, {96, 40}, {16, 8}, {64, 256}, {256, 192}}) {
+      for (const Mask& mask : {Mask::causal(), Mask::full(), Mask::window(40, 10), Mask{200, -8}, Mask{-5, 20},
+                               Mask{Mask::unbounded, 129}}) {
+        for (const int spread : {0, 60, -60}) {
+          Case c = test::random_case(
+              test::pack({{40, 40}, {0, 3}, {129, 200}, {1, 1}, {33, 31}, {300, 257}, {9, 0}, {150, 700}}),
+              {4, 2, dims, value_dims}, DType::f32, 3);
+          c.problem.mask = mask;
+          for (Tensor* tensor : {&c.k, &c.v, &c.dout}) {
+            const std::int64_t width = tensor->shape[1] * tensor->shape[2];
+            for (std::int64_t i = 0; i < tensor->elements(); ++i) {
+              const auto exponent = static_cast<int>(test::uniform(18, 0, i / width) * spread);
+              tensor->set(i, std::ldexp(tensor->at(i), exponent));
+            }
+          }
+          Rounded rounded(c);
+          const std::string where = fmt::format("{} dims {}/{}, window ({}, {}), spread {}", name, dims, value_dims,
+                                                mask.left, mask.right, spread);
+          expect_prescales(Prepared(c, rounded, recipe, true), recipe, where);
+          Case other = test::with_dlse(c);
+          disturb(other, rounded.o);
+          expect_prescales(Prepared(other, rounded, recipe, false), recipe, where + ", disturbed");
+        }
+      }
+    }
+  }
+}
+
 // ---- The way out ----
 
 /// Of FP32 sums: a butterfly rounds seven or eight times at most, then the result once.
@@ -647,6 +766,23 @@ std::vector<float> random_sums(std::int64_t count, std::uint64_t seed) {
 
 Tensor tensor_of(const Guarded& memory, const Tensor& like) { return {like.dtype, like.shape, memory.read()}; }
 
+/// FP16 sums of dQ, rows of them times powers of two, made of others: these become what the halves stand for.
+struct HalfSums {
+  std::vector<std::uint16_t> halves;
+  std::vector<std::int32_t> prescale{0};
+
+  void take(std::int32_t dims, std::vector<float>& sums) {
+    prescale.clear();
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      if (i % static_cast<std::size_t>(dims) == 0) {
+        prescale.push_back(static_cast<std::int32_t>(prescale.size() % 13));
+      }
+      halves.push_back(encode_f16(std::ldexp(sums[i], 10)));
+      sums[i] = std::ldexp(decode_f16(halves.back()), -prescale.back());
+    }
+  }
+};
+
 TEST_F(CudaPrepare, SumsAreRotatedBackAndRounded) {
   Recipe always = test::recipe_named("mxfp8");
   always.hadamard = Hadamard::required;
@@ -657,41 +793,51 @@ TEST_F(CudaPrepare, SumsAreRotatedBackAndRounded) {
                                              {DType::bf16, 40, false},
                                              {DType::f32, 128, false},
                                              {DType::f16, 192, false}}) {
-    const Case c = test::random_case(test::pack({{40, 70}, {129, 3}, {1, 200}}), {4, 2, dims, 64}, dtype);
-    const Saved saved(c, test::recipe_named("mxfp8"));
-    const Tables tables(saved.sizes);
-    saved.schedule(tables);
-    const cuda::Sizes& sizes = saved.sizes.forward;
-    std::vector<float> dq_sums = random_sums(sizes.rows_q() * sizes.heads * saved.sizes.dims, 1);
-    const std::vector<float> dk_sums = random_sums(sizes.rows_k() * sizes.kv_heads * saved.sizes.dims, 2);
-    const cuda::DeviceMemory on_device[] = {uploaded(dq_sums), uploaded(dk_sums)};
-    std::vector<cuda::RowRecord> rows;
-    rows.reserve(static_cast<std::size_t>(sizes.rows_q() * sizes.heads));
-    for (std::int64_t i = 0; i < sizes.rows_q() * sizes.heads; ++i) rows.push_back(row_record(i));
-    const cuda::DeviceMemory records = uploaded(rows);
-    cuda::Workspace saved_work = saved.work;
-    saved_work.rows = reinterpret_cast<cuda::RowRecord*>(records.get());
-    cuda::BackwardWorkspace work = tables.work;
-    work.dq_sums = on_device[0].get();
-    work.dk_sums = reinterpret_cast<float*>(on_device[1].get());
-    const Guarded dq(c.q.data.size(), 0xFF);
-    const Guarded dk(c.k.data.size(), 0xFF);
-    const Guarded dv(c.v.data.size(), 0xFF);
-    const Rotation rotation = rotated ? rotation_of(always, dims) : Rotation{};
-    EXPECT_EQ(cuda::launch_finish({saved.sizes, saved_work, work, rotated ? rotation.shift : -1, dtype, dq.data(),
-                                   dk.data(), dv.data()},
-                                  nullptr),
-              0);
-    const std::string where = fmt::format("{} {} {}", name_of(dtype), dims, rotated ? "rotated" : "as it is");
-    clear_rows_without_keys(rows, saved.sizes.dims, dq_sums);
-    expect_gradient(tensor_of(dq, c.q), in_order(dq_sums, saved.sizes.dims), sizes.rows_q(), rotation, "dq " + where);
-    if (saved.sizes.parts > 1) {
-      expect_gradient(tensor_of(dk, c.k), dk_sums, sizes.rows_k(), rotation, "dk " + where);
-    } else {
-      EXPECT_TRUE(dk.untouched()) << where;
+    for (const DqAccumulation kind : {DqAccumulation::f32, DqAccumulation::f16_causal}) {
+      Recipe recipe = test::recipe_named("mxfp8");
+      recipe.dq_accumulation = kind;
+      const Case c = test::random_case(test::pack({{40, 70}, {129, 3}, {1, 200}}), {4, 2, dims, 64}, dtype);
+      const Saved saved(c, recipe);
+      const Tables tables(saved.sizes);
+      saved.schedule(tables);
+      const cuda::Sizes& sizes = saved.sizes.forward;
+      std::vector<float> dq_sums = random_sums(sizes.rows_q() * sizes.heads * saved.sizes.dims, 1);
+      const std::vector<float> dk_sums = random_sums(sizes.rows_k() * sizes.kv_heads * saved.sizes.dims, 2);
+      const bool half = saved.sizes.has_prescale();
+      HalfSums sums;
+      if (half) sums.take(saved.sizes.dims, dq_sums);
+      const cuda::DeviceMemory on_device[] = {half ? uploaded(sums.halves) : uploaded(dq_sums), uploaded(dk_sums),
+                                              uploaded(sums.prescale)};
+      std::vector<cuda::RowRecord> rows;
+      rows.reserve(static_cast<std::size_t>(sizes.rows_q() * sizes.heads));
+      for (std::int64_t i = 0; i < sizes.rows_q() * sizes.heads; ++i) rows.push_back(row_record(i));
+      const cuda::DeviceMemory records = uploaded(rows);
+      cuda::Workspace saved_work = saved.work;
+      saved_work.rows = reinterpret_cast<cuda::RowRecord*>(records.get());
+      cuda::BackwardWorkspace work = tables.work;
+      work.dq_sums = on_device[0].get();
+      work.dk_sums = reinterpret_cast<float*>(on_device[1].get());
+      work.prescale = reinterpret_cast<std::int32_t*>(on_device[2].get());
+      const Guarded dq(c.q.data.size(), 0xFF);
+      const Guarded dk(c.k.data.size(), 0xFF);
+      const Guarded dv(c.v.data.size(), 0xFF);
+      const Rotation rotation = rotated ? rotation_of(always, dims) : Rotation{};
+      EXPECT_EQ(cuda::launch_finish({saved.sizes, saved_work, work, rotated ? rotation.shift : -1, dtype, dq.data(),
+                                     dk.data(), dv.data()},
+                                    nullptr),
+                0);
+      const std::string where =
+          fmt::format("{} {} {}{}", name_of(dtype), dims, rotated ? "rotated" : "as it is", half ? ", of halves" : "");
+      clear_rows_without_keys(rows, saved.sizes.dims, dq_sums);
+      expect_gradient(tensor_of(dq, c.q), in_order(dq_sums, saved.sizes.dims), sizes.rows_q(), rotation, "dq " + where);
+      if (saved.sizes.parts > 1) {
+        expect_gradient(tensor_of(dk, c.k), dk_sums, sizes.rows_k(), rotation, "dk " + where);
+      } else {
+        EXPECT_TRUE(dk.untouched()) << where;
+      }
+      EXPECT_TRUE(dq.intact() && dk.intact()) << where;
+      EXPECT_TRUE(dv.untouched()) << where;
     }
-    EXPECT_TRUE(dq.intact() && dk.intact()) << where;
-    EXPECT_TRUE(dv.untouched()) << where;
   }
 }
 
