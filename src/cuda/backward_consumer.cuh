@@ -158,7 +158,7 @@ class KeyConsumer {
     weigh_tile(kind);
     differentiate_tile(kind);
     float scale[2];  // Of the thread's rows of dQ.
-    encode(first, scale);
+    encode(scale);
     const std::int32_t row = work_now().item.query_row;
     // Asked before it is needed: the answer takes 50 cycles.
     const bool given = shared.dq_empty.test_wait((tile_ + 1) % 2);
@@ -222,8 +222,8 @@ class KeyConsumer {
   }
 
   /// dS to the operands of both its products.
-  __device__ void encode(std::int32_t first, float (&scale)[2]) {
-    const typename Traits::Sums::Powers powers(p.workspace, [&] { return row_of_sums(first); });
+  __device__ void encode(float (&scale)[2]) {
+    const typename Traits::Sums::Powers powers(p.workspace, [&] { return row_of_sums(); });
     share_most();
     if (p.ds_scale == ScoreScale::query) share_by_query();
     release(shared.most_full);
@@ -237,10 +237,10 @@ class KeyConsumer {
     powers.raise(scale);
   }
   /// In the tables, the first of the thread's rows of dQ.
-  [[nodiscard]] __device__ std::int64_t row_of_sums(std::int32_t first) const {
+  [[nodiscard]] __device__ std::int64_t row_of_sums() const {
     const KeyWork& work = work_now();
-    return std::int64_t{shared.tiles[stage()].head} * work.rows_q + work.item.query_row + first + 16 * warp() +
-           lane() / 4;
+    const QueryTile& of = shared.tiles[stage()];
+    return std::int64_t{of.head} * work.rows_q + work.item.query_row + of.first + 16 * warp() + lane() / 4;
   }
 
   static __device__ float factor_of(std::uint32_t logit) { return __uint_as_float(logit & 0xFFFF0000U); }
