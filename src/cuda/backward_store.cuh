@@ -53,7 +53,8 @@ __device__ void KeyConsumer<Traits>::prepare(const KeyWork& work) {
 
 template <class Traits>
 __device__ void KeyConsumer<Traits>::enter() {
-  scale_sums(dv, exact_pow2(static_cast<float>(kept().base - next_base_)));
+  // Beyond what is_far allows the sums are zero, and must not meet an Inf.
+  scale_sums(dv, exact_pow2(fminf(static_cast<float>(kept().base - next_base_), 127.0F)));
   __syncwarp();  // All lanes have read it.
   if (lane() == 0) {
     kept().base = next_base_;

@@ -94,7 +94,7 @@ class Consumer {
       slot.template advance<kWorkStages>();
       if (last) break;
     }
-    // Before the block's shared memory is another's.
+    // Until the last rows are written: then the block's shared memory may be another's.
     if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
 

@@ -12,14 +12,14 @@ __device__ void Consumer<Traits>::prepare(const Work& work) {
   // The last item's rows may still be on their way out of where the sums go.
   if (lane == 0) cute::tma_store_wait<0>();
   __syncwarp();
-  constexpr float kNear = 50.0F;  // Then logits and bases are so, and no logit is further than 108 from a base.
+  constexpr float kTame = 50.0F;  // Then logits and bases are so, and no logit is further than 108 from a base.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const QueryRow of = row_of_item(r);
     state.factor[r] = of.factor;
     state.base[r] = 0.0F;
     if (of.begin < of.end) flags_ |= kUnset << r;
-    far |= !(of.reach <= kNear);
+    far |= !(of.reach <= kTame);
     kept(Kept::total, r) = 0.0F;
     kept(Kept::moved, r) = 1.0F;
   }

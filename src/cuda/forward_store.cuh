@@ -86,14 +86,14 @@ __device__ void Consumer<Traits>::store(const Work& work) {
     end[r].inverse = end[r].empty ? 0.0F : reciprocal(end[r].sum.value);  // The sums of an empty row are 0.
   }
   if (quad == 0 && work.part == 0) record(work, end);
-  // The sums' units are powers of two, so they may as well multiply what is divided by: but for those that might leave
-  // FP32 with it.
+  // The sums' units are powers of two, so they may as well multiply what is divided by: but for what might leave FP32
+  // with it, since a sum may be a number of keys times 2^60 (row_sum).
   bool far = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    constexpr float kNear = 60.0F;
+    constexpr float kSafe = 30.0F;
     const float unit = fmaxf(end[r].sum.unit, -300.0F);
-    const float near = fminf(fmaxf(unit, -kNear), kNear);
+    const float near = fminf(fmaxf(unit, -kSafe), kSafe);
     far |= near != unit;
     divide(r, end[r], near);
     end[r].sum.unit = unit - near;

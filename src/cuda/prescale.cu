@@ -101,8 +101,8 @@ __device__ KeyMost key_most(const KeyScale& scale, float norm, float most) {
 
 /// A block has a tile and a head.
 __global__ void __launch_bounds__(kThreads) key_most_kernel(const PrescaleArguments a) {
-  __shared__ float values[kWarps][kTileRows];
-  __shared__ float keys[kWarps][kTileRows];
+  __shared__ alignas(16) float values[kWarps][kTileRows];
+  __shared__ alignas(16) float keys[kWarps][kTileRows];
   __shared__ KeyMost ends[kTileRows / 32];
   const Sizes& sizes = a.sizes.forward;
   if (a.saved.control->status != 0) return;
@@ -157,7 +157,7 @@ __device__ std::int32_t prescale_of(const KeyMost& most, double dout, double dls
 
 /// A block has an item's queries of a head.
 __global__ void __launch_bounds__(kThreads) prescale_kernel(const PrescaleArguments a) {
-  __shared__ float squares[kWarps][kTileRows];
+  __shared__ alignas(16) float squares[kWarps][kTileRows];
   const Sizes& sizes = a.sizes.forward;
   if (a.saved.control->status != 0) return;
   const auto heads = static_cast<unsigned>(sizes.heads);

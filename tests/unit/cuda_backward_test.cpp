@@ -114,14 +114,21 @@ TEST_F(CudaBackward, C11_GroupsOfHeads) {
 /// A head of a group whose dO is zero, or far smaller, has another unit of dV's sums, or none.
 TEST_F(CudaBackward, C11_HeadsOfAGroupFarApart) {
   for (const Recipe& recipe : test::backward_recipes()) {
-    for (const float other : {0.0F, 0x1p-4F, 0x1p-8F, 0x1p-90F}) {
+    // The last three: 127 to 129 octaves apart, where their quotient leaves FP32.
+    for (const auto& [one, other] : {std::pair{1.0F, 0.0F},
+                                     {1.0F, 0x1p-4F},
+                                     {1.0F, 0x1p-8F},
+                                     {1.0F, 0x1p-90F},
+                                     {0x1p30F, 0x1p-97F},
+                                     {0x1p30F, 0x1p-98F},
+                                     {0x1p30F, 0x1p-99F}}) {
       for (std::int64_t head = 0; head < 4; ++head) {
         Case c = test::random_case(test::pack({{70, 70}, {33, 97}, {140, 9}}), {4, 1, 64, 64}, DType::f32, 5);
         for (std::int64_t i = 0; i < c.dout.elements(); ++i) {
-          if (i / 64 % 4 != head) c.dout.set(i, c.dout.at(i) * other);
+          c.dout.set(i, c.dout.at(i) * (i / 64 % 4 == head ? one : other));
         }
         test::expect_gradients_like_reference(c, recipe,
-                                              fmt::format("dO of other heads than {} times {}", head, other));
+                                              fmt::format("dO of head {} times {}, of others {}", head, one, other));
       }
     }
   }

@@ -229,6 +229,17 @@ TEST_F(CudaEmbedBackward, RecipesOfOnesOwn) {
   }
 }
 
+/// FP16 sums of dQ are no reason for these kernels, where every row's power of two is its own.
+TEST(CudaEngine, HalfSumsStayOnCodes) {
+  for (const char* name : {"mxfp8", "mxfp8-tokenblock"}) {
+    Recipe halves = test::recipe_named(name);
+    halves.dq_accumulation = DqAccumulation::f16_causal;
+    EXPECT_TRUE(cuda::multiplies_codes_backward(halves)) << name;
+    halves.dq_accumulation = DqAccumulation::f16_sequence;
+    EXPECT_FALSE(cuda::multiplies_codes_backward(halves)) << name;
+  }
+}
+
 /// These kernels quantize q, k and v anew, others do not.
 TEST_F(CudaEmbedBackward, NullInputsAreRefused) {
   const Recipe recipe = test::recipe_named("bf16");

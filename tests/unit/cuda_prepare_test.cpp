@@ -784,7 +784,7 @@ struct HalfSums {
     prescale.clear();
     for (std::size_t i = 0; i < sums.size(); ++i) {
       if (i % static_cast<std::size_t>(dims) == 0) {
-        prescale.push_back(static_cast<std::int32_t>(prescale.size() % 13));
+        prescale.push_back(static_cast<std::int32_t>(prescale.size() % 14) - 2);
       }
       halves.push_back(encode_f16(std::ldexp(sums[i], 10)));
       sums[i] = std::ldexp(decode_f16(halves.back()), -prescale.back());

@@ -153,6 +153,20 @@ TEST_F(CudaValues, UnevenV) {
   }
 }
 
+/// A first key whose unit the row sums have, and many so far below that they are counted apart: the sum is their number
+/// times up to 2^60 of its units.
+TEST_F(CudaValues, ManyKeysFarBelowTheFirst) {
+  for (const Recipe& recipe : test::device_recipes()) {
+    for (const int below : {20, 50, 52, 54, 58, 70}) {
+      Case c = test::random_case(test::pack_self({600}), {2, 1, 64, 64}, DType::f32, 19);
+      for (std::int64_t token = 0; token < c.v.shape[0]; ++token) {
+        scale_token(c.v, token, std::ldexp(1.0F, token == 0 ? -53 : -53 - below));
+      }
+      test::expect_like_reference(c, recipe, fmt::format("V 2^{} below the first key's", below));
+    }
+  }
+}
+
 TEST_F(CudaValues, C15_TokensOfZeros) {
   for (const Recipe& recipe : test::device_recipes()) {
     const Case base = test::random_case(test::pack_self({70, 150}), {2, 1, 64, 64}, DType::bf16, 19);
